@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.experimental import pallas as pl
 from specjax.kernels.backend import load, power_of_two, resolve, store, triton_call
 
@@ -19,30 +20,30 @@ from specjax.kernels.backend import load, power_of_two, resolve, store, triton_c
 class SlotRows(NamedTuple):
     """The next round's inputs for every request slot, i32."""
 
-    seq_lens: jax.Array  # [R]
-    bonus_tokens: jax.Array  # [R]
-    remaining: jax.Array  # [R], maximum tokens still to generate
-    tokens: jax.Array  # [R, C], the history by position
+    seq_lens: Array  # [R]
+    bonus_tokens: Array  # [R]
+    remaining: Array  # [R], maximum tokens still to generate
+    tokens: Array  # [R, C], the history by position
 
 
 class Accepted(NamedTuple):
     """The accepted path of each request; zeros for padding."""
 
-    accept_index: jax.Array  # i32 [B, A], tree rows on the path, root first, padded with -1
+    accept_index: Array  # i32 [B, A], tree rows on the path, root first, padded with -1
     # i32 [B, A + 3]: the target's tokens along the path, padded with 0 to A; then three counts:
     # proposed drafts, accepted drafts, and accepted tokens including the bonus token
-    packed: jax.Array
-    bonus_tokens: jax.Array  # i32 [B], the last accepted token
+    packed: Array
+    bonus_tokens: Array  # i32 [B], the last accepted token
 
 
 def _reference(
-    draft_tokens: jax.Array,
-    parents: jax.Array,
-    num_proposed: jax.Array,
-    target_tokens: jax.Array,
-    end_token_ids: jax.Array,
-    slots: jax.Array,
-    seq_lens: jax.Array,
+    draft_tokens: Array,
+    parents: Array,
+    num_proposed: Array,
+    target_tokens: Array,
+    end_token_ids: Array,
+    slots: Array,
+    seq_lens: Array,
     rows: SlotRows,
     num_steps: int,
 ) -> tuple[Accepted, SlotRows]:
@@ -144,13 +145,13 @@ def specjax_accept_tree(
 
 
 def accept_tree(
-    draft_tokens: jax.Array,
-    parents: jax.Array,
-    num_proposed: jax.Array,
-    target_tokens: jax.Array,
-    end_token_ids: jax.Array,
-    slots: jax.Array,
-    seq_lens: jax.Array,
+    draft_tokens: Array,
+    parents: Array,
+    num_proposed: Array,
+    target_tokens: Array,
+    end_token_ids: Array,
+    slots: Array,
+    seq_lens: Array,
     rows: SlotRows,
     *,
     num_steps: int,
@@ -207,7 +208,7 @@ TILE = 2048
 MAX_COLUMNS = 1024
 
 
-def _compact_reference(values: jax.Array, accept_index: jax.Array) -> jax.Array:
+def _compact_reference(values: Array, accept_index: Array) -> Array:
     valid = accept_index >= 0
     # -1 would wrap to the last row
     rows = jnp.where(valid, accept_index, 0)
@@ -249,9 +250,7 @@ def specjax_compact_tree(values_ref: Any, index_ref: Any, out_ref: Any) -> None:
     )
 
 
-def compact_tree(
-    values: jax.Array, accept_index: jax.Array, *, implementation: str | None = None
-) -> jax.Array:
+def compact_tree(values: Array, accept_index: Array, *, implementation: str | None = None) -> Array:
     """Gather the accepted rows of each request into its first rows.
 
     All code after verification expects the accepted tokens in the first rows of a request. In a

@@ -10,25 +10,24 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.experimental import pallas as pl
 from specjax.kernels.backend import power_of_two, resolve, triton_call
 
 
-def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
+def rms_norm(x: Array, scale: Array, eps: float) -> Array:
     """Root-mean-square normalisation of ``x [..., D]``, computed in float32; keeps the dtype."""
     x32 = x.astype(jnp.float32)
     variance = jnp.mean(jnp.square(x32), axis=-1, keepdims=True)
     return (x32 * jax.lax.rsqrt(variance + eps)).astype(x.dtype) * scale
 
 
-def whole(x: jax.Array, ndim: int, dtype: jnp.dtype) -> jax.Array:
+def whole(x: Array, ndim: int, dtype: jnp.dtype) -> Array:
     """``x``, or the sum of its partial sums if it has one axis more than ``ndim``."""
     return x if x.ndim == ndim else jnp.sum(x, axis=0).astype(dtype)
 
 
-def _reference(
-    x: jax.Array, delta: jax.Array, scale: jax.Array, eps: float
-) -> tuple[jax.Array, jax.Array]:
+def _reference(x: Array, delta: Array, scale: Array, eps: float) -> tuple[Array, Array]:
     total = x + whole(delta, x.ndim, x.dtype)
     return total, rms_norm(total, scale, eps)
 
@@ -54,13 +53,8 @@ def specjax_add_norm(
 
 
 def add_norm(
-    x: jax.Array,
-    delta: jax.Array,
-    scale: jax.Array,
-    *,
-    eps: float,
-    implementation: str | None = None,
-) -> tuple[jax.Array, jax.Array]:
+    x: Array, delta: Array, scale: Array, *, eps: float, implementation: str | None = None
+) -> tuple[Array, Array]:
     """Add to the residual stream and normalise the sum.
 
     Args:

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.experimental import pallas as pl
 from specjax.kernels.backend import load, power_of_two, resolve, triton_call
 from specjax.kernels.filter_logits import FLOAT32_TINY, kept_logits
@@ -17,19 +18,17 @@ BLOCK = 4096  # tokens per program
 ROTATIONS = (13, 15, 26, 6, 17, 29, 16, 24)
 
 
-def position_noise(seeds: jax.Array, positions: jax.Array, vocab_size: int) -> jax.Array:
+def position_noise(seeds: Array, positions: Array, vocab_size: int) -> Array:
     """Gumbel noise f32 ``[N, V]`` for request seeds u32 ``[N, 2]`` and positions i32 ``[N]``."""
 
-    def draw(seed: jax.Array, position: jax.Array) -> jax.Array:
+    def draw(seed: Array, position: Array) -> Array:
         key = jax.random.wrap_key_data(seed, impl="threefry2x32")
         return jax.random.gumbel(jax.random.fold_in(key, position), (vocab_size,), jnp.float32)
 
     return jax.vmap(draw)(seeds, positions)
 
 
-def _threefry(
-    key: tuple[jax.Array, jax.Array], high: jax.Array, low: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+def _threefry(key: tuple[Array, Array], high: Array, low: Array) -> tuple[Array, Array]:
     """Threefry-2x32 of 20 rounds (Salmon et al. 2011), as in :mod:`jax.random`; all u32."""
     keys = (*key, key[0] ^ key[1] ^ jnp.uint32(0x1BD11BDA))
     x, y = high + keys[0], low + keys[1]
@@ -43,7 +42,7 @@ def _threefry(
     return x, y
 
 
-def _random(seed: tuple[jax.Array, jax.Array], position: jax.Array, tokens: jax.Array) -> jax.Array:
+def _random(seed: tuple[Array, Array], position: Array, tokens: Array) -> Array:
     zero = jnp.uint32(0)
     key = _threefry(seed, zero, position.astype(jnp.uint32))
     high, low = _threefry(key, zero, tokens.astype(jnp.uint32))
@@ -51,37 +50,37 @@ def _random(seed: tuple[jax.Array, jax.Array], position: jax.Array, tokens: jax.
     return jax.lax.bitcast_convert_type(mantissa, jnp.float32) - 1.0
 
 
-def _gumbel(seed: tuple[jax.Array, jax.Array], position: jax.Array, tokens: jax.Array) -> jax.Array:
+def _gumbel(seed: tuple[Array, Array], position: Array, tokens: Array) -> Array:
     """Noise f32 of tokens i32, equal to :func:`position_noise` up to rounding in the logarithms."""
     uniform = _random(seed, position, tokens)
     return -jnp.log(-jnp.log(jnp.maximum(uniform + FLOAT32_TINY, FLOAT32_TINY)))
 
 
-def token_noise(seeds: jax.Array, positions: jax.Array, ids: jax.Array) -> jax.Array:
+def token_noise(seeds: Array, positions: Array, ids: Array) -> Array:
     """The columns f32 ``[N, M]`` of :func:`position_noise` for tokens i32 ``[M]``."""
     return _gumbel((seeds[:, :1], seeds[:, 1:]), positions[:, None], ids[None])
 
 
-def position_uniform(seeds: jax.Array, positions: jax.Array) -> jax.Array:
+def position_uniform(seeds: Array, positions: Array) -> Array:
     """Exact uniform noise f32 in [0, 1) for seeds u32 ``[N, 2]`` and positions i32 ``[N, M]``."""
     return _random((seeds[:, :1], seeds[:, 1:]), positions, jnp.zeros_like(positions))
 
 
-def _argmax(logits: jax.Array) -> jax.Array:
+def _argmax(logits: Array) -> Array:
     return jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
 
 def _reference(
-    logits: jax.Array,
-    temperatures: jax.Array,
-    thresholds: jax.Array,
-    seeds: jax.Array,
-    positions: jax.Array,
-    ids: jax.Array | None,
-) -> jax.Array:
+    logits: Array,
+    temperatures: Array,
+    thresholds: Array,
+    seeds: Array,
+    positions: Array,
+    ids: Array | None,
+) -> Array:
     best = _argmax(logits)
 
-    def draw() -> jax.Array:
+    def draw() -> Array:
         kept = kept_logits(logits, temperatures[:, None], thresholds[:, None])
         if ids is None:
             noise = position_noise(seeds, positions, logits.shape[1])
@@ -110,7 +109,7 @@ def specjax_draw_tokens(
     logits = load(logits_ref.at[row, jnp.minimum(tokens, vocab_size - 1)])
     temperature = temperatures_ref[row]
 
-    def noisy() -> jax.Array:
+    def noisy() -> Array:
         kept = kept_logits(logits, temperature, thresholds_ref[row])
         seed = seeds_ref[row, 0], seeds_ref[row, 1]
         ids = [load(ref.at[jnp.minimum(tokens, vocab_size - 1)]) for ref in ids_ref]
@@ -126,15 +125,15 @@ def specjax_draw_tokens(
 
 
 def draw_tokens(
-    logits: jax.Array,
-    temperatures: jax.Array,
-    thresholds: jax.Array,
-    seeds: jax.Array,
-    positions: jax.Array,
-    ids: jax.Array | None = None,
+    logits: Array,
+    temperatures: Array,
+    thresholds: Array,
+    seeds: Array,
+    positions: Array,
+    ids: Array | None = None,
     *,
     implementation: str | None = None,
-) -> jax.Array:
+) -> Array:
     """Draw a column i32 ``[N]`` per row. Temperature 0 takes the best, or the first of equals.
 
     Args:

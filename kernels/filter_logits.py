@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.experimental import pallas as pl
 from specjax.kernels.backend import load, power_of_two, resolve, triton_call
 
@@ -29,7 +30,7 @@ BLOCK, NUM_WARPS = 8192, 8
 OFFSETS, GROWTH, PASSES_DOWN, PASSES_BY_VALUE = (8.0, 4.0, 2.0), 8.0, 3, 8
 
 
-def kept_logits(logits: jax.Array, temperatures: jax.Array, thresholds: jax.Array) -> jax.Array:
+def kept_logits(logits: Array, temperatures: Array, thresholds: Array) -> Array:
     """Divide logits by temperatures above 0, and set logits below the thresholds to -inf.
 
     Kept logits are clipped to finite values, because the difference of two infinite ones is NaN. A
@@ -40,19 +41,19 @@ def kept_logits(logits: jax.Array, temperatures: jax.Array, thresholds: jax.Arra
     return jnp.where((logits >= thresholds) & (logits > -jnp.inf), scaled, -jnp.inf)
 
 
-def _weights(logits: jax.Array, best: jax.Array, temperatures: jax.Array) -> jax.Array:
+def _weights(logits: Array, best: Array, temperatures: Array) -> Array:
     """Probability of each token relative to the best one, which has 1 even if it is infinite."""
     rate = jnp.maximum(jnp.minimum(1.0 / temperatures, FLOAT32_MAX), FLOAT32_TINY)
     best = jnp.maximum(jnp.minimum(best, FLOAT32_MAX), -FLOAT32_MAX)
     return jnp.exp((jnp.minimum(logits, FLOAT32_MAX) - best) * rate)
 
 
-def _share(best: jax.Array, temperatures: jax.Array, min_ps: jax.Array) -> jax.Array:
+def _share(best: Array, temperatures: Array, min_ps: Array) -> Array:
     """Logit of a token that is ``min_ps`` times as likely as the best; -inf if ``min_ps`` is 0."""
     return jnp.where(min_ps > 0, best + temperatures * jnp.log(min_ps), -jnp.inf)
 
 
-def _value(keys: jax.Array) -> jax.Array:
+def _value(keys: Array) -> Array:
     """Convert u32 sort keys back to floats; keys beyond those of -inf and inf become NaN.
 
     Subnormal floats become zero: a CPU compares them as zero, but would return them unchanged.
@@ -63,20 +64,20 @@ def _value(keys: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
 
-def _key(values: jax.Array) -> jax.Array:
+def _key(values: Array) -> Array:
     """Convert floats to u32 sort keys."""
     bits = jax.lax.bitcast_convert_type(values, jnp.uint32)
     return jnp.where(bits >= jnp.uint32(TOP_BIT), ~bits, bits | jnp.uint32(TOP_BIT))
 
 
-def _largest(reaches: Callable[[jax.Array], jax.Array], rows: int) -> jax.Array:
+def _largest(reaches: Callable[[Array], Array], rows: int) -> Array:
     """The largest float f32 ``[rows]`` for which ``reaches`` is true, or -inf if there is none.
 
     ``reaches`` maps f32 ``[rows]`` to bool ``[rows]``. It must be monotone (if true for a value,
     true for every smaller one) and false for NaN.
     """
 
-    def decide(i: jax.Array, keys: jax.Array) -> jax.Array:
+    def decide(i: Array, keys: Array) -> Array:
         higher = keys + (jnp.uint32(TOP_BIT) >> i.astype(jnp.uint32))
         return jnp.where(reaches(_value(higher)), higher, keys)
 
@@ -85,32 +86,28 @@ def _largest(reaches: Callable[[jax.Array], jax.Array], rows: int) -> jax.Array:
 
 
 def _reference(
-    logits: jax.Array,
-    temperatures: jax.Array,
-    top_ks: jax.Array,
-    top_ps: jax.Array,
-    min_ps: jax.Array,
-) -> jax.Array:
+    logits: Array, temperatures: Array, top_ks: Array, top_ps: Array, min_ps: Array
+) -> Array:
     rows, vocab_size = logits.shape
     everything = jnp.full(rows, -jnp.inf, jnp.float32)
 
-    def search() -> jax.Array:
+    def search() -> Array:
         best = jnp.max(jnp.where(logits == logits, logits, -jnp.inf), axis=-1)
 
-        def top_k_reached(values: jax.Array) -> jax.Array:
+        def top_k_reached(values: Array) -> Array:
             return jnp.sum(logits >= values[:, None], axis=-1, dtype=jnp.int32) >= top_ks
 
         kth = jax.lax.cond(
             jnp.any(top_ks < vocab_size), lambda: _largest(top_k_reached, rows), lambda: everything
         )
 
-        def last() -> jax.Array:
+        def last() -> Array:
             weights = _weights(logits, best[:, None], temperatures[:, None])
             weights = jnp.where(logits >= kth[:, None], weights, 0.0)
             # without the minimum, an empty set would reach a product that underflows to 0
             goals = jnp.maximum(top_ps * jnp.sum(weights, axis=-1), FLOAT32_TINY)
 
-            def reached(values: jax.Array) -> jax.Array:
+            def reached(values: Array) -> Array:
                 inside = jnp.where(logits >= values[:, None], weights, 0.0)
                 return (jnp.sum(inside, axis=-1) >= goals) & (top_ps < 1.0)
 
@@ -153,17 +150,15 @@ def specjax_logit_thresholds(
 
     @pl.when(filters)
     def _() -> None:
-        def over_row(
-            add: Callable[[jax.Array, Any], Any], start: Any, num_blocks: jax.Array | int
-        ) -> Any:
-            def step(i: jax.Array, state: Any) -> Any:
+        def over_row(add: Callable[[Array, Any], Any], start: Any, num_blocks: Array | int) -> Any:
+            def step(i: Array, state: Any) -> Any:
                 index = i * block + lanes
                 inside = index < vocab_size
                 return add(load(logits_ref.at[row, index], mask=inside, other=-jnp.inf), state)
 
             return jax.lax.fori_loop(0, num_blocks, step, start)
 
-        def look(logits: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        def look(logits: Array, state: tuple[Array, ...]) -> tuple[Array, ...]:
             highest, count = state
             is_allowed = logits > -jnp.inf
             highest = jnp.maximum(highest, jnp.where(is_allowed, logits, -jnp.inf))
@@ -175,11 +170,11 @@ def specjax_logit_thresholds(
         end = jnp.minimum(_key(best), jnp.uint32(HIGHEST_KEY)) + jnp.uint32(1)
 
         def measure(
-            values: list[jax.Array], *, weighted: bool, num_blocks: jax.Array | int = num_blocks
-        ) -> tuple[list[jax.Array], list[jax.Array]]:
+            values: list[Array], *, weighted: bool, num_blocks: Array | int = num_blocks
+        ) -> tuple[list[Array], list[Array]]:
             """Count f32 (exact below 2**24) and weight f32 of the tokens at or above each value."""
 
-            def add(logits: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            def add(logits: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
                 reached = [logits >= value for value in values]
                 found = [one.astype(jnp.float32) for one in reached]
                 if weighted:
@@ -192,18 +187,18 @@ def specjax_logit_thresholds(
             return totals[: len(values)], totals[len(values) :]
 
         def search(
-            lowest: jax.Array, num_lowest: jax.Array, goal: jax.Array, weighted: bool
-        ) -> tuple[jax.Array, jax.Array]:
+            lowest: Array, num_lowest: Array, goal: Array, weighted: bool
+        ) -> tuple[Array, Array]:
             """The highest key whose tokens, at or above it, reach the goal; and their number.
 
             The search starts at key ``lowest``, which has ``num_lowest`` tokens at or above it.
             """
 
-            def is_open(state: tuple[jax.Array, ...]) -> jax.Array:
+            def is_open(state: tuple[Array, ...]) -> Array:
                 _, low, high, num_low, num_high = state
                 return (high - low > jnp.uint32(1)) & (num_low - num_high > 1.5)
 
-            def narrow(state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            def narrow(state: tuple[Array, ...]) -> tuple[Array, ...]:
                 number, low, high, num_low, num_high = state
                 below, span = _value(low), _value(high) - _value(low)
                 is_down = (low == LOWEST_KEY) & (number < PASSES_DOWN)
@@ -228,7 +223,7 @@ def specjax_logit_thresholds(
                 return number + 1, low, high, num_low, num_high
 
             ends = lowest, jnp.maximum(end, lowest)
-            start: tuple[jax.Array, ...] = (jnp.int32(0), *ends, num_lowest, jnp.float32(0))
+            start: tuple[Array, ...] = (jnp.int32(0), *ends, num_lowest, jnp.float32(0))
             _, low, _, num_low, _ = jax.lax.while_loop(is_open, narrow, start)
             return low, num_low
 
@@ -244,14 +239,14 @@ def specjax_logit_thresholds(
 
 
 def logit_thresholds(
-    logits: jax.Array,
-    temperatures: jax.Array,
-    top_ks: jax.Array,
-    top_ps: jax.Array,
-    min_ps: jax.Array,
+    logits: Array,
+    temperatures: Array,
+    top_ks: Array,
+    top_ps: Array,
+    min_ps: Array,
     *,
     implementation: str | None = None,
-) -> jax.Array:
+) -> Array:
     """The lowest logit f32 ``[N]`` that top-k, top-p and min-p keep, applied in this order.
 
     Compare it with logits before their division by the temperature, so that rounding does not

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.experimental import pallas as pl
 from specjax.kernels.backend import load, power_of_two, resolve, store, triton_call
 
@@ -21,7 +22,7 @@ from specjax.kernels.backend import load, power_of_two, resolve, store, triton_c
 MAX_COLUMNS = 2048
 
 
-def finite_or_zero(values: jax.Array) -> jax.Array:
+def finite_or_zero(values: Array) -> Array:
     """Replace non-finite values by 0, because a NaN times a mask of 0 is still NaN."""
     if not jnp.issubdtype(values.dtype, jnp.inexact):
         return values
@@ -34,7 +35,7 @@ def _block(width: int) -> int:
     return min(power_of_two(width), MAX_COLUMNS)
 
 
-def _place(width: int) -> tuple[jax.Array, Any, Any, jax.Array]:
+def _place(width: int) -> tuple[Array, Any, Any, Array]:
     """Mask and slice of this program's columns, its row, and its layer."""
     block = _block(width)
     start = pl.program_id(0) * block
@@ -65,7 +66,7 @@ def specjax_scatter_rows(pool_in: Any, index_ref: Any, rows_ref: Any, pool_ref: 
         store(pool_ref.at[layer, target, columns], finite_or_zero(values), mask=inside)
 
 
-def _is_addressed(pool: jax.Array) -> bool:
+def _is_addressed(pool: Array) -> bool:
     """Whether a kernel's offsets can address the whole pool.
 
     For pools of up to 4 GiB, the lowering counts elements with signed 32-bit offsets.
@@ -73,14 +74,12 @@ def _is_addressed(pool: jax.Array) -> bool:
     return pool.dtype.itemsize > 1 or pool.size < 2**31
 
 
-def _check(pool: jax.Array, index: jax.Array) -> None:
+def _check(pool: Array, index: Array) -> None:
     if pool.ndim < 2 or index.ndim != 1:
         raise ValueError(f"pool {pool.shape} must be [L, N, ...] and index {index.shape} [W]")
 
 
-def gather_rows(
-    pool: jax.Array, index: jax.Array, *, implementation: str | None = None
-) -> jax.Array:
+def gather_rows(pool: Array, index: Array, *, implementation: str | None = None) -> Array:
     """KV rows ``[L, W, ...]`` of a pool ``[L, N, ...]`` at indices i32 ``[W]`` below N."""
     implementation = resolve(implementation)
     _check(pool, index)
@@ -99,8 +98,8 @@ def gather_rows(
 
 
 def scatter_rows(
-    pool: jax.Array, index: jax.Array, rows: jax.Array, *, implementation: str | None = None
-) -> jax.Array:
+    pool: Array, index: Array, rows: Array, *, implementation: str | None = None
+) -> Array:
     """Write KV rows to a pool; non-finite values become 0.
 
     Writes in place if the caller donates ``pool``; otherwise XLA copies it first.
@@ -135,7 +134,7 @@ def scatter_rows(
 BYTES_A_ROW, BYTES_A_PROGRAM = 16 * 32, 128 * 4 * 32
 
 
-def _move_reference(pool: jax.Array, source: jax.Array, destination: jax.Array) -> jax.Array:
+def _move_reference(pool: Array, source: Array, destination: Array) -> Array:
     num_slots = pool.shape[1]
     live = _live(source, destination, num_slots).reshape(-1)
     # -1 wraps around even with mode="drop", so skipped entries get an index past the end
@@ -144,7 +143,7 @@ def _move_reference(pool: jax.Array, source: jax.Array, destination: jax.Array) 
     return pool.at[:, target].set(rows, mode="drop")
 
 
-def _live(source: jax.Array, destination: jax.Array, num_slots: int) -> jax.Array:
+def _live(source: Array, destination: Array, num_slots: int) -> Array:
     """Whether each entry moves: both slots exist and differ."""
     known = (source >= 0) & (source < num_slots) & (destination >= 0) & (destination < num_slots)
     return known & (source != destination)
@@ -183,8 +182,8 @@ def specjax_move_kv(pool_in: Any, source_ref: Any, destination_ref: Any, pool_re
 
 
 def move_kv(
-    pool: jax.Array, source: jax.Array, destination: jax.Array, *, implementation: str | None = None
-) -> jax.Array:
+    pool: Array, source: Array, destination: Array, *, implementation: str | None = None
+) -> Array:
     """Copy KV rows of all layers between slots, as if all rows were read before any is written.
 
     Writes in place if the caller donates ``pool``; otherwise XLA copies it first.

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.experimental import pallas as pl
 from specjax.kernels.backend import load, power_of_two, resolve, triton_call
 from specjax.kernels.tree_attention import row_dot
@@ -28,12 +29,8 @@ def supports(rank: int) -> bool:
 
 
 def _reference(
-    logits: jax.Array,
-    tokens: jax.Array,
-    embedding: jax.Array,
-    output: jax.Array,
-    ids: jax.Array | None,
-) -> jax.Array:
+    logits: Array, tokens: Array, embedding: Array, output: Array, ids: Array | None
+) -> Array:
     drafts = []
     for i in range(logits.shape[1]):
         bias = row_dot(embedding[tokens], output, transpose=False)
@@ -61,7 +58,7 @@ def specjax_markov_draft(
     part, num_parts, vocab_size = pl.program_id(1), pl.num_programs(1), logits_ref.shape[2]
     nobody = jnp.int32(2**31 - 1)
 
-    def first(values: jax.Array, tokens: jax.Array, best: jax.Array) -> jax.Array:
+    def first(values: Array, tokens: Array, best: Array) -> Array:
         # the lowest token of equal ones; NaN does not equal any value
         found = jnp.min(jnp.where(values == best[:, None], tokens, nobody), axis=1)
         return jnp.where(found == nobody, 0, found)
@@ -74,12 +71,12 @@ def specjax_markov_draft(
     read = jnp.minimum(requests, logits_ref.shape[0] - 1)[:, None]
     step = step_ref[0]
 
-    def look(i: jax.Array, found: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def look(i: Array, found: tuple[Array, Array]) -> tuple[Array, Array]:
         best, token = found
         columns = (part + i * num_parts) * block + jnp.arange(block, dtype=jnp.int32)
         inside = jnp.minimum(columns, vocab_size - 1)[None]
 
-        def multiply(j: jax.Array, total: jax.Array) -> jax.Array:
+        def multiply(j: Array, total: Array) -> Array:
             own = j * ranks + jnp.arange(ranks, dtype=jnp.int32)
             left = load(embedding_ref.at[previous[:, None], own[None]])
             return total + row_dot(left, load(output_ref.at[own[:, None], inside]), transpose=False)
@@ -102,14 +99,14 @@ def specjax_markov_draft(
 
 
 def markov_draft(
-    logits: jax.Array,
-    tokens: jax.Array,
-    embedding: jax.Array,
-    output: jax.Array,
-    ids: jax.Array | None = None,
+    logits: Array,
+    tokens: Array,
+    embedding: Array,
+    output: Array,
+    ids: Array | None = None,
     *,
     implementation: str | None = None,
-) -> jax.Array:
+) -> Array:
     """Draft tokens i32 ``[B, S]`` greedily; of equal logits, the lowest column wins.
 
     Args:

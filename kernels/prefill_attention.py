@@ -14,31 +14,30 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.experimental import pallas as pl
 from specjax.kernels.backend import resolve, takes_head_dim, triton_call
 from specjax.kernels.tree_attention import LOG2E, NEGATIVE, check_heads, row_dot, tree_attention
 
 
-def running_sums(counts: jax.Array) -> jax.Array:
+def running_sums(counts: Array) -> Array:
     """Sums i32 ``[G]`` of the first 1 to G counts, without the loop of ``cumsum`` in jax 0.12."""
     index = jnp.arange(counts.shape[0])
     return jnp.where(index <= index[:, None], counts, 0).sum(axis=1, dtype=jnp.int32)
 
 
-def _bounds(counts: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
+def _bounds(counts: Array, rows: int) -> tuple[Array, Array]:
     """First rows and ends of the segments, i32 ``[G]`` each; at most ``rows``."""
     ends = jnp.minimum(running_sums(counts), rows)
     return jnp.concatenate([jnp.zeros_like(ends[:1]), ends[:-1]]), ends
 
 
-def _by_segment(
-    q: jax.Array, counts: jax.Array, attention: Callable[[jax.Array, jax.Array], jax.Array]
-) -> jax.Array:
+def _by_segment(q: Array, counts: Array, attention: Callable[[Array, Array], Array]) -> Array:
     """For each segment, attend with all rows to its pages, and keep the results of its own rows."""
     firsts, ends = _bounds(counts, q.shape[0])
     row = jnp.arange(q.shape[0])
 
-    def segment(g: jax.Array, out: jax.Array) -> jax.Array:
+    def segment(g: Array, out: Array) -> Array:
         # with the segment's first row at row 0, all others come later and see key 0: none is NaN
         mixed = attention(jnp.roll(q, -firsts[g], axis=0), g)
         own = (row >= firsts[g]) & (row < ends[g])
@@ -77,7 +76,7 @@ class PrefillTiles:
 
 
 @partial(jax.jit, static_argnums=(2, 3))
-def _tile_map(starts: jax.Array, counts: jax.Array, rows: int, tile_tokens: int) -> jax.Array:
+def _tile_map(starts: Array, counts: Array, rows: int, tile_tokens: int) -> Array:
     """Work of each program, i32 ``[tiles, 4]``: segment, first row, number of tokens and of keys.
 
     The last token sees all the keys. The segment is -1 for unused programs. Padding rows are tiles
@@ -124,9 +123,7 @@ def specjax_prefill_attention(
         q = q_ref[first_row + token, member, :]
         first_position = total - tokens
 
-        def step(
-            i: jax.Array, carry: tuple[jax.Array, ...], *, is_masked: bool
-        ) -> tuple[jax.Array, ...]:
+        def step(i: Array, carry: tuple[Array, ...], *, is_masked: bool) -> tuple[Array, ...]:
             best, weight, mixed = carry
             position = i * tiles.block_keys + jnp.arange(tiles.block_keys)
             # past the end, read the last key again and mask its score; the load needs no mask
@@ -163,17 +160,17 @@ def specjax_prefill_attention(
 
 
 def prefill_attention(
-    q: jax.Array,
-    pool: jax.Array,
+    q: Array,
+    pool: Array,
     layer: int,
-    page_table: jax.Array,
-    starts: jax.Array,
-    counts: jax.Array,
+    page_table: Array,
+    starts: Array,
+    counts: Array,
     *,
     page_size: int,
     implementation: str | None = None,
     tiles: PrefillTiles | None = None,
-) -> jax.Array:
+) -> Array:
     """Causal attention of W packed tokens of G requests over their pages.
 
     Args:
@@ -203,7 +200,7 @@ def prefill_attention(
     implementation = resolve(implementation, head_dim=q.shape[2], is_attention=True)
     if implementation in ("xla", "chunked"):
 
-        def attention(rows: jax.Array, g: jax.Array) -> jax.Array:
+        def attention(rows: Array, g: Array) -> Array:
             request = page_table[g][None], starts[g][None], None
             form = {"page_size": page_size, "implementation": implementation}
             return tree_attention(rows[None], pool, layer, *request, **form)[0]

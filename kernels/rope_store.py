@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.experimental import pallas as pl
 from specjax.kernels.add_norm import rms_norm, whole
 from specjax.kernels.backend import power_of_two, resolve, triton_call
@@ -21,10 +22,10 @@ MAX_TOKENS = 16
 
 
 # scales ``[H]`` of queries and of keys, and the epsilon of both
-Norms = tuple[jax.Array, jax.Array, float]
+Norms = tuple[Array, Array, float]
 
 
-def normed(q: jax.Array, k: jax.Array, norms: Norms | None) -> tuple[jax.Array, jax.Array]:
+def normed(q: Array, k: Array, norms: Norms | None) -> tuple[Array, Array]:
     """Apply RMS norms to the heads ``[..., H]`` of queries and keys, if there are norms."""
     if norms is None:
         return q, k
@@ -32,7 +33,7 @@ def normed(q: jax.Array, k: jax.Array, norms: Norms | None) -> tuple[jax.Array, 
     return rms_norm(q, q_scale, eps), rms_norm(k, k_scale, eps)
 
 
-def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+def rotate(x: Array, cos: Array, sin: Array) -> Array:
     """Rotate ``x [..., H]`` in float32 by tables ``[..., H / 2]``; i and i + H / 2 form a pair."""
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     rotated = (first * cos - second * sin, second * cos + first * sin)
@@ -73,7 +74,7 @@ def specjax_rope_store(
     first, second = first.astype(q_ref.dtype), second.astype(q_ref.dtype)
     layer = layer_ref[0]
 
-    def rotated(index: int) -> tuple[jax.Array, jax.Array]:
+    def rotated(index: int) -> tuple[Array, Array]:
         x, y = first.astype(jnp.float32), second.astype(jnp.float32)
         if scale_refs:
             mean = (jnp.sum(x * x, axis=1) + jnp.sum(y * y, axis=1)) / (2 * half)
@@ -100,18 +101,18 @@ def specjax_rope_store(
 
 
 def rope_store(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    cos: jax.Array,
-    sin: jax.Array,
-    pool: jax.Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    cos: Array,
+    sin: Array,
+    pool: Array,
     layer: int,
-    slots: jax.Array,
+    slots: Array,
     *,
     norms: Norms | None = None,
     implementation: str | None = None,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[Array, Array]:
     """Normalise and rotate queries and keys, and store keys and values in a layer of the KV pool.
 
     Writes in place if the caller donates ``pool``; otherwise XLA copies it first.

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.experimental import pallas as pl
 from specjax.kernels.backend import load, power_of_two, resolve, triton_call
 from specjax.kernels.filter_logits import kept_logits
@@ -16,13 +17,13 @@ BLOCK, NUM_WARPS = 8192, 16
 
 
 def _reference(
-    logits: jax.Array,
-    tokens: jax.Array,
-    temperatures: jax.Array,
-    thresholds: jax.Array,
-    num_best: jax.Array,
+    logits: Array,
+    tokens: Array,
+    temperatures: Array,
+    thresholds: Array,
+    num_best: Array,
     limit: int,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[Array, Array, Array]:
     rows = logits.shape[0]
     nothing = (
         jnp.zeros(rows, jnp.float32),
@@ -30,7 +31,7 @@ def _reference(
         jnp.zeros((rows, limit), jnp.float32),
     )
 
-    def best(kept: jax.Array, total: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def best(kept: Array, total: Array) -> tuple[Array, Array]:
         values, ids = jax.lax.top_k(kept, limit)
         is_asked = jnp.arange(limit, dtype=jnp.int32) < num_best[:, None]
         return (
@@ -38,7 +39,7 @@ def _reference(
             jnp.where(is_asked, values - total[:, None], 0.0),
         )
 
-    def all_of() -> tuple[jax.Array, jax.Array, jax.Array]:
+    def all_of() -> tuple[Array, Array, Array]:
         kept = kept_logits(logits, temperatures[:, None], thresholds[:, None])
         total = jax.nn.logsumexp(kept, axis=-1)
         chosen = jnp.take_along_axis(kept, tokens[:, None], axis=1)[:, 0] - total
@@ -70,13 +71,13 @@ def specjax_token_logprobs(
     lanes = jnp.arange(block, dtype=jnp.int32)
     temperature, threshold = temperatures_ref[row], thresholds_ref[row]
 
-    def kept(i: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def kept(i: Array) -> tuple[Array, Array]:
         index = i * block + lanes
         logits = load(logits_ref.at[row, jnp.minimum(index, vocab_size - 1)])
         values = kept_logits(logits, temperature, threshold)
         return jnp.where(index < vocab_size, values, -jnp.inf), index
 
-    def add(i: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def add(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         highest, total = carry
         values, _ = kept(i)
         higher = jnp.maximum(highest, values)
@@ -92,11 +93,11 @@ def specjax_token_logprobs(
     chosen = kept_logits(logits_ref[row, tokens_ref[row]], temperature, threshold) - log_total
     chosen_ref[row] = jnp.where(num_best >= 0, chosen, 0.0)
 
-    def find(j: jax.Array, previous: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def find(j: Array, previous: tuple[Array, Array]) -> tuple[Array, Array]:
         """Store the next best token after the previous one; equal tokens are in order of id."""
         last, last_id = previous
 
-        def look(i: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        def look(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
             found, found_id = carry
             values, index = kept(i)
             is_next = (values < last) | ((values == last) & (index > last_id))
@@ -111,7 +112,7 @@ def specjax_token_logprobs(
         values_ref[row, j] = value - log_total
         return value, token
 
-    def clear(j: jax.Array, nothing: jax.Array) -> jax.Array:
+    def clear(j: Array, nothing: Array) -> Array:
         ids_ref[row, j], values_ref[row, j] = jnp.int32(0), jnp.float32(0)
         return nothing
 
@@ -121,15 +122,15 @@ def specjax_token_logprobs(
 
 
 def token_logprobs(
-    logits: jax.Array,
-    tokens: jax.Array,
-    temperatures: jax.Array,
-    thresholds: jax.Array,
-    num_best: jax.Array,
+    logits: Array,
+    tokens: Array,
+    temperatures: Array,
+    thresholds: Array,
+    num_best: Array,
     *,
     limit: int,
     implementation: str | None = None,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[Array, Array, Array]:
     """Log-probabilities f32 ``[N]`` of tokens; ids and log-probabilities of the best ``[N, M]``.
 
     If ``num_best`` of a row is -1, all its outputs are 0. Otherwise, entries after ``num_best`` are

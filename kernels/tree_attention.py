@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from jax.experimental import pallas as pl
 from specjax.kernels.backend import resolve, takes_head_dim, triton_call
 
@@ -26,8 +27,8 @@ NEGATIVE = -1e30
 
 
 def _visible(
-    keys: jax.Array, seq_lens: jax.Array, tree_mask: jax.Array | None, rows: int, window: int | None
-) -> jax.Array:
+    keys: Array, seq_lens: Array, tree_mask: Array | None, rows: int, window: int | None
+) -> Array:
     """Bool ``[B, T, C]``: whether each row sees key positions ``keys [C]``."""
     offset = keys[None, :] - seq_lens[:, None]  # [B, C]
     if window is not None:
@@ -43,14 +44,14 @@ def _visible(
     return jnp.where((offset < 0)[:, None, :], True, in_tree & (offset < num_new)[:, None, :])
 
 
-def _first_offset(tree_mask: jax.Array | None, rows: int, window: int) -> int:
+def _first_offset(tree_mask: Array | None, rows: int, window: int) -> int:
     """Position of the first key in the window of row 0, relative to ``seq_len``."""
     return (0 if tree_mask is None else tree_mask.shape[2] - rows) - window + 1
 
 
 def _gather(
-    pool: jax.Array, layer: int, page_table: jax.Array, keys: jax.Array, page_size: int
-) -> tuple[jax.Array, jax.Array]:
+    pool: Array, layer: int, page_table: Array, keys: Array, page_size: int
+) -> tuple[Array, Array]:
     """Keys and values ``[B, C, KV, H]`` at positions ``keys [C]`` of each request."""
     num_slots = pool.shape[1]
     pages = page_table.at[:, keys // page_size].get(mode="fill", fill_value=0)
@@ -60,7 +61,7 @@ def _gather(
     return rows[:, :, 0], rows[:, :, 1]
 
 
-def _scores(q: jax.Array, k: jax.Array, visible: jax.Array) -> jax.Array:
+def _scores(q: Array, k: Array, visible: Array) -> Array:
     """Masked float32 scores ``[B, T, KV, G, C]`` of grouped queries ``[B, T, KV, G, H]``."""
     precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
     float32 = {"precision": precision, "preferred_element_type": jnp.float32}
@@ -68,7 +69,7 @@ def _scores(q: jax.Array, k: jax.Array, visible: jax.Array) -> jax.Array:
     return jnp.where(visible[:, :, None, None, :], scores, -jnp.inf)
 
 
-def _mix(weights: jax.Array, v: jax.Array) -> jax.Array:
+def _mix(weights: Array, v: Array) -> Array:
     """Float32 ``[B, T, KV, G, H]``: values weighted by ``[B, T, KV, G, C]``."""
     precision = jax.lax.Precision.HIGHEST if v.dtype == jnp.float32 else None
     return jnp.einsum(
@@ -81,21 +82,21 @@ def _mix(weights: jax.Array, v: jax.Array) -> jax.Array:
 
 
 def _dense_or_chunked(
-    q: jax.Array,
-    pool: jax.Array,
+    q: Array,
+    pool: Array,
     layer: int,
-    page_table: jax.Array,
-    seq_lens: jax.Array,
-    tree_mask: jax.Array | None,
+    page_table: Array,
+    seq_lens: Array,
+    tree_mask: Array | None,
     page_size: int,
     window: int | None,
     is_chunked: bool,
-) -> jax.Array:
+) -> Array:
     """Attend to all keys of the page table at once, or in chunks up to the longest request."""
     batch, rows, _, dim = q.shape
     grouped = q.reshape(batch, rows, pool.shape[3], -1, dim)
 
-    def scores_of(keys: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def scores_of(keys: Array) -> tuple[Array, Array]:
         k, v = _gather(pool, layer, page_table, keys, page_size)
         return _scores(grouped, k, _visible(keys, seq_lens, tree_mask, rows, window)), v
 
@@ -103,7 +104,7 @@ def _dense_or_chunked(
         scores, v = scores_of(jnp.arange(page_table.shape[1] * page_size, dtype=jnp.int32))
         return _mix(jax.nn.softmax(scores, axis=-1), v).astype(q.dtype).reshape(q.shape)
 
-    def chunk(i: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    def chunk(i: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
         best, total, mixed = carry
         scores, v = scores_of(i * CHUNK + jnp.arange(CHUNK, dtype=jnp.int32))
         new_best = jnp.maximum(best, scores.max(axis=-1))
@@ -161,7 +162,7 @@ class AttentionTiles:
         return cls(block_rows, block_keys, num_splits, num_warps=4, num_stages=num_stages)
 
 
-def _mask_words(tree_mask: jax.Array) -> jax.Array:
+def _mask_words(tree_mask: Array) -> Array:
     """Pack a mask ``[B, T, U]`` into two or four i32 words per row; bit i is new key i."""
     batch, rows, num_new = tree_mask.shape
     num_words = 2 if num_new <= 64 else MAX_MASKED // 32
@@ -217,7 +218,7 @@ def specjax_tree_attention(
     if window is not None:
         first, last = first + skipped, last + skipped
 
-    def step(i: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    def step(i: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
         best, weight, mixed = carry
         position = i * tiles.block_keys + jnp.arange(tiles.block_keys)
         # past the end, read the last key again and mask its score; the load needs no mask
@@ -275,7 +276,7 @@ def specjax_merge_splits(mixed_ref: Any, max_ref: Any, sum_ref: Any, out_ref: An
     out_ref[request, token, member, :] = (mixed / weight).astype(out_ref.dtype)
 
 
-def row_dot(x: jax.Array, y: jax.Array, *, transpose: bool) -> jax.Array:
+def row_dot(x: Array, y: Array, *, transpose: bool) -> Array:
     """``x @ y`` (or ``x @ y.T``) accumulated in float32; float32 operands keep full precision."""
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     contracting = ((1,), (1 if transpose else 0,))
@@ -284,7 +285,7 @@ def row_dot(x: jax.Array, y: jax.Array, *, transpose: bool) -> jax.Array:
     )
 
 
-def check_heads(q: jax.Array, pool: jax.Array, ndim: int) -> None:
+def check_heads(q: Array, pool: Array, ndim: int) -> None:
     """Reject queries ``[..., N, H]`` that do not fit a pool ``[L, slots, 2, KV, H]``."""
     if q.ndim != ndim:
         raise ValueError(f"q {q.shape} must have {ndim} dimensions")
@@ -299,18 +300,18 @@ def check_heads(q: jax.Array, pool: jax.Array, ndim: int) -> None:
 
 
 def tree_attention(
-    q: jax.Array,
-    pool: jax.Array,
+    q: Array,
+    pool: Array,
     layer: int,
-    page_table: jax.Array,
-    seq_lens: jax.Array,
-    tree_mask: jax.Array | None,
+    page_table: Array,
+    seq_lens: Array,
+    tree_mask: Array | None,
     *,
     page_size: int,
     window: int | None = None,
     implementation: str | None = None,
     tiles: AttentionTiles | None = None,
-) -> jax.Array:
+) -> Array:
     """Attention of T tokens per request over the request's pages.
 
     Args:

@@ -14,12 +14,13 @@ from typing import Annotated, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 # E, maximum number of end tokens per request on the device; models have one to four
 MAX_END_TOKENS = 8
 MAX_LOGIT_BIAS = 64  # M
-F32 = Annotated[jax.Array, np.float32]
-I32 = Annotated[jax.Array, np.int32]
+F32 = Annotated[Array, np.float32]
+I32 = Annotated[Array, np.int32]
 
 
 class DraftShape(NamedTuple):
@@ -98,22 +99,22 @@ class VerifyInput:
     as a child, and is never accepted.
     """
 
-    draft_tokens: jax.Array  # i32 [B, T]
-    num_proposed: jax.Array  # i32 [B], 0 to T - 1
-    parents: jax.Array  # i32 [B, T]; -1 for the root; parents come before children
-    positions: jax.Array  # i32 [B, T] = seq_lens + depth
-    tree_mask: jax.Array  # bool [B, T, T]; a row sees itself and its ancestors
+    draft_tokens: Array  # i32 [B, T]
+    num_proposed: Array  # i32 [B], 0 to T - 1
+    parents: Array  # i32 [B, T]; -1 for the root; parents come before children
+    positions: Array  # i32 [B, T] = seq_lens + depth
+    tree_mask: Array  # bool [B, T, T]; a row sees itself and its ancestors
     # f32 [B, T - 1, V], the distribution from which each draft was drawn (chains, if sampling needs
     # it). A draft whose distribution is not finite, or gives it 0, does not count.
-    draft_probs: jax.Array | None = None
+    draft_probs: Array | None = None
     # i32 [B, T], where drafting stored each node's KV, relative to seq_lens; -1 if nowhere (trees)
-    draft_rows: jax.Array | None = None
+    draft_rows: Array | None = None
     # f32 [B, T - 1] above 0, the drafter's probability of each draft, given the node's parent; if
     # the sampling config reads confidences
-    confidences: jax.Array | None = None
+    confidences: Array | None = None
 
     @property
-    def is_child(self) -> jax.Array:
+    def is_child(self) -> Array:
         """Bool ``[B, T, T]``, whether a node (last axis) is a proposed child of another one."""
         index = jnp.arange(self.parents.shape[1], dtype=jnp.int32)
         is_real = (index <= self.num_proposed[:, None])[:, None, :]
@@ -128,9 +129,9 @@ class Logprobs:
     The arrays are on the device, and after they are read, on the host.
     """
 
-    chosen: jax.Array | np.ndarray  # f32 [...]
-    top_ids: jax.Array | np.ndarray  # i32 [..., N], the N most likely tokens, descending
-    top_values: jax.Array | np.ndarray  # f32 [..., N]
+    chosen: Array | np.ndarray  # f32 [...]
+    top_ids: Array | np.ndarray  # i32 [..., N], the N most likely tokens, descending
+    top_values: Array | np.ndarray  # f32 [..., N]
 
 
 @jax.tree_util.register_dataclass
@@ -141,11 +142,11 @@ class NodeOutputs:
     Acceptance compacts them to ``[B, A, ...]``: the rows of the accepted path, then zeros.
     """
 
-    tokens: jax.Array  # i32 [B, T], the target's token after each row
-    features: jax.Array  # [B, T, F], target features that the algorithm reads
+    tokens: Array  # i32 [B, T], the target's token after each row
+    features: Array  # [B, T, F], target features that the algorithm reads
     logprobs: Logprobs | None = None  # [B, T], for the tokens; zeros if not requested
-    hidden_states: jax.Array | None = None  # [B, T, D], from which tokens were sampled
-    draft_rows: jax.Array | None = None  # i32 [B, T], as in VerifyInput
+    hidden_states: Array | None = None  # [B, T, D], from which tokens were sampled
+    draft_rows: Array | None = None  # i32 [B, T], as in VerifyInput
 
 
 @jax.tree_util.register_dataclass
@@ -153,33 +154,33 @@ class NodeOutputs:
 class VerifyOutput:
     """The result of verification; counts and bonus token of padding requests are 0."""
 
-    accept_index: jax.Array  # i32 [B, A], tree rows on the accepted path, root first, then -1
+    accept_index: Array  # i32 [B, A], tree rows on the accepted path, root first, then -1
     outputs: NodeOutputs  # [B, A, ...], for the accepted path
-    packed: jax.Array  # i32 [B, A + 3] or wider, as in RoundOutput
-    bonus_tokens: jax.Array  # i32 [B], the last accepted token
+    packed: Array  # i32 [B, A + 3] or wider, as in RoundOutput
+    bonus_tokens: Array  # i32 [B], the last accepted token
 
     @property
-    def num_proposed_drafts(self) -> jax.Array:
+    def num_proposed_drafts(self) -> Array:
         """i32 ``[B]``."""
         return self.packed[:, -3]
 
     @property
-    def num_accepted_drafts(self) -> jax.Array:
+    def num_accepted_drafts(self) -> Array:
         """i32 ``[B]``."""
         return self.packed[:, -2]
 
     @property
-    def num_accepted_tokens(self) -> jax.Array:
+    def num_accepted_tokens(self) -> Array:
         """i32 ``[B]``, including the bonus token."""
         return self.packed[:, -1]
 
     @property
-    def accept_tokens(self) -> jax.Array:
+    def accept_tokens(self) -> Array:
         """The target's tokens i32 ``[B, A]`` after each row of the accepted path, then 0."""
         return self.outputs.tokens
 
     @property
-    def features(self) -> jax.Array:
+    def features(self) -> Array:
         """Target features ``[B, A, F]`` of the accepted path, then zeros."""
         return self.outputs.features
 
@@ -194,9 +195,9 @@ class RoundOutput:
     # confidence of the draft that was tried at each depth. The first num_accepted_drafts were
     # accepted, the next one was rejected, and 0 means that no draft was tried. Proposed drafts are
     # those that are verified: a request verifies num_proposed_drafts + 1 rows.
-    packed: jax.Array
+    packed: Array
     logprobs: Logprobs | None  # [B, A]
-    hidden_states: jax.Array | None  # [B, A, D], one per token
+    hidden_states: Array | None  # [B, A, D], one per token
     prompt_logprobs: Logprobs | None = None  # [P], from prefill if requested
 
 
@@ -214,9 +215,9 @@ class SamplingTable:
     top_ks: I32  # [R]; the vocabulary size turns top-k off
     top_ps: F32  # [R]; 1 turns top-p off
     min_ps: F32  # [R]; 0 turns min-p off
-    seeds: Annotated[jax.Array, np.uint32, 2]  # [R, 2], the request seed as two words
+    seeds: Annotated[Array, np.uint32, 2]  # [R, 2], the request seed as two words
     # [R, E], tokens that end the request, then -1
-    end_token_ids: Annotated[jax.Array, np.int32, MAX_END_TOKENS]
+    end_token_ids: Annotated[Array, np.int32, MAX_END_TOKENS]
     wants_logprobs: I32  # [R], 1 if log-probabilities are reported
     top_logprobs: I32  # [R], number of best tokens to report in addition to the chosen one
     is_adjusted: I32  # [R], 1 if a logit processor is used
@@ -227,8 +228,8 @@ class SamplingTable:
     prompt_lens: I32  # [R], number of prompt tokens
     speculates: I32  # [R], 0 if drafts are not proposed
     acceptances: F32  # [R], probability that a draft is accepted, if acceptance is simulated
-    bias_ids: Annotated[jax.Array, np.int32, MAX_LOGIT_BIAS]  # [R, M], padded with -1
-    bias_values: Annotated[jax.Array, np.float32, MAX_LOGIT_BIAS]  # [R, M]
+    bias_ids: Annotated[Array, np.int32, MAX_LOGIT_BIAS]  # [R, M], padded with -1
+    bias_values: Annotated[Array, np.float32, MAX_LOGIT_BIAS]  # [R, M]
 
 
 @jax.tree_util.register_dataclass
@@ -236,5 +237,5 @@ class SamplingTable:
 class KVPools:
     """The target's keys and values, and the algorithm's state."""
 
-    target: jax.Array  # [L, KV indices, 2, KV, H]
+    target: Array  # [L, KV indices, 2, KV, H]
     draft: Any  # the algorithm's state: a pool over the same KV indices, tables, or nothing

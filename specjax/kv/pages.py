@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from specjax.kernels.kv_rows import move_kv
 from specjax.kernels.prefill_attention import prefill_attention, running_sums
@@ -23,24 +24,24 @@ ATTENTION_OPTIONS: tuple[str, ...] = ()
 class PageView:
     """The pages of a batch of requests. Page 0 is the padding page."""
 
-    page_table: jax.Array  # i32 [B, P]; unused entries are 0
+    page_table: Array  # i32 [B, P]; unused entries are 0
     page_size: int = field(metadata={"static": True})
     # implementation of the kernels that attend and store
     implementation: str | None = field(default=None, metadata={"static": True})
 
-    def kv_indices(self, positions: jax.Array) -> jax.Array:
+    def kv_indices(self, positions: Array) -> Array:
         """KV indices i32 ``[B, T]`` of positions ``[B, T]``; after the table, in page 0."""
         width = self.page_table.shape[1]
         index = positions // self.page_size
         pages = jnp.take_along_axis(self.page_table, jnp.minimum(index, width - 1), axis=1)
         return jnp.where(index < width, pages, 0) * self.page_size + positions % self.page_size
 
-    def store(self, seq_lens: jax.Array, rows: int) -> Store:
+    def store(self, seq_lens: Array, rows: int) -> Store:
         """Make a ``Store`` for ``rows`` new tokens after ``seq_lens`` i32 ``[B]``."""
         return self.attend(seq_lens, rows).store
 
     def attend(
-        self, seq_lens: jax.Array, rows: int, *, tree_mask: jax.Array | None = None, first: int = 0
+        self, seq_lens: Array, rows: int, *, tree_mask: Array | None = None, first: int = 0
     ) -> "PagedAttend":
         """Make an ``Attend`` that stores T = ``rows`` new tokens and attends over all tokens.
 
@@ -51,7 +52,7 @@ class PageView:
         attention = self._over_pages(tree_attention, seq_lens=seq_lens, tree_mask=tree_mask)
         return PagedAttend(self.kv_indices(positions), attention, self.implementation)
 
-    def move(self, kv: jax.Array, seq_lens: jax.Array, path: jax.Array) -> jax.Array:
+    def move(self, kv: Array, seq_lens: Array, path: Array) -> Array:
         """Move the KV of rows ``path`` i32 ``[B, A]`` to rows 0 to A - 1; ``path[:, 0]`` is 0.
 
         Row 0 is at position ``seq_lens``. An entry of -1 moves nothing. ``kv`` is a complete pool.
@@ -62,7 +63,7 @@ class PageView:
         return move_kv(kv, source, destination, implementation=self.implementation)
 
     def attend_packed(
-        self, segments: "Segments", *, tree_mask: jax.Array | None = None
+        self, segments: "Segments", *, tree_mask: Array | None = None
     ) -> "PagedAttend":
         """Make an ``Attend`` for one row ``[1, W]`` that holds a segment of each request.
 
@@ -78,21 +79,21 @@ class PageView:
             # attention is a small part of a verify pass, so attend with all T rows of each request
             by_tree = self._over_pages(tree_attention, seq_lens=starts, tree_mask=tree_mask)
 
-            def tree_rows(q: jax.Array, kv: jax.Array, layer: int, **options: Any) -> jax.Array:
+            def tree_rows(q: Array, kv: Array, layer: int, **options: Any) -> Array:
                 spread = segments.spread(q, tree_mask.shape[1])
                 return segments.gather(by_tree(spread, kv, layer, **options))
 
             return PagedAttend(kv_indices, tree_rows, self.implementation)
         attend = self._over_pages(prefill_attention, starts=starts, counts=counts)
 
-        def attention(q: jax.Array, kv: jax.Array, layer: int, **options: Any) -> jax.Array:
+        def attention(q: Array, kv: Array, layer: int, **options: Any) -> Array:
             return attend(q[0], kv, layer, **options)[None]
 
         return PagedAttend(kv_indices, attention, self.implementation)
 
     def _over_pages(
-        self, attention: Callable[..., jax.Array], **segments: jax.Array | None
-    ) -> Callable[..., jax.Array]:
+        self, attention: Callable[..., Array], **segments: Array | None
+    ) -> Callable[..., Array]:
         return partial(
             attention,
             page_table=self.page_table,
@@ -106,32 +107,23 @@ class PageView:
 class PagedAttend:
     """An ``Attend`` over a KV pool; its ``store`` is a ``Store`` to the same KV indices."""
 
-    kv_indices: jax.Array  # i32 [B, T], where the new tokens are stored
-    attention: Callable[..., jax.Array]  # (q, kv, layer, **options)
+    kv_indices: Array  # i32 [B, T], where the new tokens are stored
+    attention: Callable[..., Array]  # (q, kv, layer, **options)
     implementation: str | None  # implementation of the kernel that stores
 
     def __call__(
-        self,
-        kv: jax.Array,
-        layer: int,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
-        rope: RopeTables,
-        **options: Any,
-    ) -> tuple[jax.Array, jax.Array]:
+        self, kv: Array, layer: int, q: Array, k: Array, v: Array, rope: RopeTables, **options: Any
+    ) -> tuple[Array, Array]:
         q, kv = self._store(kv, layer, q, k, v, rope)
         return kv, self.attention(q, kv, layer, **options)
 
-    def store(
-        self, kv: jax.Array, layer: int, k: jax.Array, v: jax.Array, rope: RopeTables
-    ) -> jax.Array:
+    def store(self, kv: Array, layer: int, k: Array, v: Array, rope: RopeTables) -> Array:
         # the kernel also rotates queries, so pass the keys as queries and ignore the result
         return self._store(kv, layer, k, k, v, rope)[1]
 
     def _store(
-        self, kv: jax.Array, layer: int, q: jax.Array, k: jax.Array, v: jax.Array, rope: RopeTables
-    ) -> tuple[jax.Array, jax.Array]:
+        self, kv: Array, layer: int, q: Array, k: Array, v: Array, rope: RopeTables
+    ) -> tuple[Array, Array]:
         target, norms = (kv, layer, self.kv_indices), rope.norms
         options = {"norms": norms, "implementation": self.implementation}
         return rope_store(q, k, v, rope.cos, rope.sin, *target, **options)
@@ -142,15 +134,15 @@ class PagedAttend:
 class Segments:
     """New tokens of G requests, concatenated and padded to one row of W tokens."""
 
-    starts: jax.Array  # i32 [G], position of the first token of each segment
-    counts: jax.Array  # i32 [G], number of tokens of each segment
-    last: jax.Array  # i32 [G], index of the last token in W; arbitrary if a segment is empty
-    index: jax.Array  # i32 [W], the segment of each token; arbitrary for padding
-    positions: jax.Array  # i32 [W], 0 for padding
-    is_real: jax.Array  # bool [W]
+    starts: Array  # i32 [G], position of the first token of each segment
+    counts: Array  # i32 [G], number of tokens of each segment
+    last: Array  # i32 [G], index of the last token in W; arbitrary if a segment is empty
+    index: Array  # i32 [W], the segment of each token; arbitrary for padding
+    positions: Array  # i32 [W], 0 for padding
+    is_real: Array  # bool [W]
 
     @classmethod
-    def of(cls, starts: jax.Array, counts: jax.Array, width: int) -> "Segments":
+    def of(cls, starts: Array, counts: Array, width: int) -> "Segments":
         """Lay out segments of ``counts`` tokens from positions ``starts`` on, both i32 ``[G]``."""
         ends = running_sums(counts)
         offset = jnp.arange(width, dtype=jnp.int32)
@@ -160,12 +152,12 @@ class Segments:
         positions = jnp.where(is_real, (starts + counts - ends)[index] + offset, 0)
         return cls(starts, counts, jnp.maximum(ends - 1, 0), index, positions, is_real)
 
-    def gather(self, x: jax.Array) -> jax.Array:
+    def gather(self, x: Array) -> Array:
         """Pack ``x [G, T, ...]``, which holds T tokens per segment, to ``[1, W, ...]``."""
         row = jnp.where(self.is_real, self.positions - self.starts[self.index], 0)
         return x[self.index, row][None]
 
-    def spread(self, x: jax.Array, width: int) -> jax.Array:
+    def spread(self, x: Array, width: int) -> Array:
         """Undo :meth:`gather` for T = ``width``; tokens after a segment's are arbitrary."""
         first = self.last - self.counts + 1
         token = first[:, None] + jnp.arange(width, dtype=jnp.int32)

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import Array
 
 from specjax.config import BlockConfig
 from specjax.models.decoder import CausalLM
@@ -57,13 +58,11 @@ class MarkovHead(nnx.Module):
         self.gate = Linear(size + rank, rank, bias=True, dtypes=dtypes) if gated else None
         self.joint = Linear(size + 2 * rank, 3 * rank, bias=True, dtypes=dtypes) if joint else None
 
-    def start(self, batch: int) -> jax.Array:
+    def start(self, batch: int) -> Array:
         """The state ``[B, R]`` before the first token of a block."""
         return jnp.zeros((batch, self.rank), self.embedding.table.dtype)
 
-    def __call__(
-        self, tokens: jax.Array, hidden: jax.Array, state: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
+    def __call__(self, tokens: Array, hidden: Array, state: Array) -> tuple[Array, Array]:
         """Return the bias f32 ``[B, V]`` and the next state ``[B, R]``.
 
         ``tokens`` i32 ``[B]`` are the target ids of the previous tokens. ``hidden [B, D]`` are the
@@ -106,7 +105,7 @@ class BlockDraft(DraftHead):
         inputs, is_there = config.confidence_size, config.has_confidence_head
         self.confidence_head = Linear(inputs, 1, bias=True, dtypes=dtypes) if is_there else None
 
-    def confidences(self, hidden: jax.Array, before: jax.Array) -> jax.Array | None:
+    def confidences(self, hidden: Array, before: Array) -> Array | None:
         """Probability f32 ``[B, N]`` that a draft is accepted if all drafts before it are.
 
         ``hidden [B, N, D]`` are the states that predict the drafts, and ``before`` i32 ``[B, N]``
@@ -119,7 +118,7 @@ class BlockDraft(DraftHead):
             hidden = jnp.concatenate([hidden, self.markov.embedding(before)], axis=-1)
         return jax.nn.sigmoid(self.confidence_head(hidden, jnp.float32)[..., 0])
 
-    def store(self, features: jax.Array, positions: jax.Array, kv: Any, store: Store) -> Any:
+    def store(self, features: Array, positions: Array, kv: Any, store: Store) -> Any:
         """Write the keys and values of text tokens in all layers, and return the updated ``kv``.
 
         ``features [B, T, K * D_target]`` are the target's features for these tokens. ``store``
@@ -139,13 +138,13 @@ class BlockDraft(DraftHead):
 
     def __call__(
         self,
-        tokens: jax.Array,
-        positions: jax.Array,
+        tokens: Array,
+        positions: Array,
         kv: Any,
         attend: Attend,
         causal_attend: Attend,
         target: CausalLM,
-    ) -> tuple[jax.Array, Any]:
+    ) -> tuple[Array, Any]:
         """Return states ``[B, T, D]`` of the block after the final norm, and the updated ``kv``.
 
         Args:

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import Array
 
 from specjax.config import ModelConfig
 from specjax.kernels.backend import resolve
@@ -35,12 +36,12 @@ class CausalLM(nnx.Module):
 
     def __call__(
         self,
-        tokens: jax.Array,
-        positions: jax.Array,
+        tokens: Array,
+        positions: Array,
         kv: Any,
         attend: Attend,
         feature_layers: tuple[int, ...] = (),
-    ) -> tuple[jax.Array, jax.Array, Any]:
+    ) -> tuple[Array, Array, Any]:
         """Return hidden states ``[B, T, D]`` after the final norm, features ``[B, T, F]`` and kv.
 
         Tokens and rotary positions are i32 ``[B, T]``. ``kv`` is the state that ``attend`` updates
@@ -49,7 +50,7 @@ class CausalLM(nnx.Module):
         empty, the feature is the hidden state, as in EAGLE-1/2.
         """
         x = self.embedding(tokens)
-        delta: jax.Array | None = None
+        delta: Array | None = None
         ropes = dict.fromkeys(layer.kind.rope for layer in self.layers)
         tables = {rope: rope_tables(rope, positions) for rope in ropes}
 
@@ -68,13 +69,13 @@ class CausalLM(nnx.Module):
         features = [outputs[i] for i in feature_layers]
         return hidden, jnp.concatenate(features, axis=-1) if features else hidden, kv
 
-    def logits(self, hidden: jax.Array) -> jax.Array:
+    def logits(self, hidden: Array) -> Array:
         """Float32 logits ``[..., V]`` of final hidden states ``[..., D]``."""
         if self.lm_head is None:
             return self.embedding.attend(hidden)
         return self.lm_head(hidden, jnp.float32)
 
-    def logits_of(self, hidden: jax.Array, tokens: jax.Array) -> jax.Array:
+    def logits_of(self, hidden: Array, tokens: Array) -> Array:
         """Float32 logits ``[..., W]`` of selected token ids i32 ``[W]``."""
         if self.lm_head is None:
             return dot(hidden, self.embedding.table[...][tokens].T, jnp.float32)
@@ -86,7 +87,7 @@ class TargetVocabulary:
 
     vocabulary: ClassVar[None] = None
 
-    def target_ids(self, draft_ids: jax.Array) -> jax.Array:
+    def target_ids(self, draft_ids: Array) -> Array:
         return draft_ids
 
 
@@ -96,6 +97,6 @@ class DraftLM(TargetVocabulary, CausalLM):
     Its recurrent state is the last hidden state, which its passes do not read.
     """
 
-    def logits(self, hidden: jax.Array, target: CausalLM | None = None) -> jax.Array:
+    def logits(self, hidden: Array, target: CausalLM | None = None) -> Array:
         """Float32 logits ``[..., V]`` of final hidden states ``[..., D]``; ignores ``target``."""
         return super().logits(hidden)

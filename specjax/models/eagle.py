@@ -16,9 +16,9 @@ Sources: EAGLE (arXiv 2401.15077), EAGLE-3 (arXiv 2503.01840) and the published 
 from functools import partial
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import Array
 
 from specjax.config import BlockConfig, DraftConfig, ModelConfig
 from specjax.kernels.add_norm import whole
@@ -64,23 +64,23 @@ class DraftHead(nnx.Module):
         is_reduced = config.draft_vocab_size != config.vocab_size
         self.d2t = DraftVocabulary(offsets) if is_reduced else None
 
-    def embed(self, tokens: jax.Array, target: CausalLM) -> jax.Array:
+    def embed(self, tokens: Array, target: CausalLM) -> Array:
         """Embeddings ``[..., D]`` of target token ids ``[...]``: the head's own or the target's."""
         table = target.embedding if self.embedding is None else self.embedding
         return table(tokens).astype(self.config.dtypes.activations)
 
     @property
-    def vocabulary(self) -> jax.Array | None:
+    def vocabulary(self) -> Array | None:
         """Target token ids i32 ``[V]`` of the draft vocabulary; ``None`` if they are the same."""
         if self.d2t is None:
             return None
         offsets = self.d2t[...]
         return offsets + jnp.arange(offsets.shape[0], dtype=jnp.int32)
 
-    def target_ids(self, draft_ids: jax.Array) -> jax.Array:
+    def target_ids(self, draft_ids: Array) -> Array:
         return draft_ids if self.d2t is None else draft_ids + self.d2t[...][draft_ids]
 
-    def logits(self, hidden: jax.Array, target: CausalLM) -> jax.Array:
+    def logits(self, hidden: Array, target: CausalLM) -> Array:
         """Float32 logits ``[..., draft_vocab_size]`` of recurrent states ``[..., D]``."""
         if self.lm_head is not None:
             return self.lm_head(hidden, jnp.float32)
@@ -118,7 +118,7 @@ class Eagle3Head(DraftHead):
         mask = jnp.zeros((1, 1, config.feature_size), config.dtypes.activations)
         self.mask_hidden = None if config.mask_token_id is None else nnx.Param(mask, stddev=1.0)
 
-    def fuse(self, features: jax.Array) -> jax.Array:
+    def fuse(self, features: Array) -> Array:
         """Project the captured target features ``[B, T, 3 * D_target]`` to ``[B, T, D]``."""
         features = features.astype(self.config.dtypes.activations)
         if self.feature_norm is not None:
@@ -131,13 +131,13 @@ class Eagle3Head(DraftHead):
 
     def __call__(
         self,
-        embeds: jax.Array,
-        hidden: jax.Array,
-        positions: jax.Array,
+        embeds: Array,
+        hidden: Array,
+        positions: Array,
         kv: Any,
         attend: Attend,
-        row: jax.Array | None = None,
-    ) -> tuple[jax.Array, Any]:
+        row: Array | None = None,
+    ) -> tuple[Array, Any]:
         """Run the head once. Without ``norm_output``, it returns states before the final norm."""
         normed = self.hidden_norm(hidden)
         residual = normed if self.config.norm_before_residual else hidden
@@ -152,7 +152,7 @@ class Eagle3Head(DraftHead):
         x = x + whole(delta, x.ndim, x.dtype)
         return (self.norm(x) if self.config.norm_output else x), kv
 
-    def logits(self, hidden: jax.Array, target: CausalLM) -> jax.Array:
+    def logits(self, hidden: Array, target: CausalLM) -> Array:
         return super().logits(hidden if self.config.norm_output else self.norm(hidden), target)
 
 
@@ -172,23 +172,23 @@ class EagleHead(DraftHead):
             for i in range(config.num_layers)
         )
 
-    def fuse(self, features: jax.Array) -> jax.Array:
+    def fuse(self, features: Array) -> Array:
         """Return the features as they are; ``__call__`` joins them with the embeddings."""
         return features.astype(self.config.dtypes.activations)
 
     def __call__(
         self,
-        embeds: jax.Array,
-        hidden: jax.Array,
-        positions: jax.Array,
+        embeds: Array,
+        hidden: Array,
+        positions: Array,
         kv: Any,
         attend: Attend,
-        row: jax.Array | None = None,
-    ) -> tuple[jax.Array, Any]:
+        row: Array | None = None,
+    ) -> tuple[Array, Any]:
         """Run the head once; logits and the next step both read the returned states."""
         x = self.fc(jnp.concatenate([embeds, hidden], axis=-1))
         rope = rope_tables(self.config.rope, positions)
-        delta: jax.Array | None = None
+        delta: Array | None = None
         for i, layer in enumerate(self.layers):
             is_last = i == len(self.layers) - 1
             _, x, delta, kv = layer(x, delta, rope, kv, i, attend, row if is_last else None)
@@ -230,14 +230,8 @@ class MtpHead(TargetVocabulary, nnx.Module):
         self.modules = nnx.List(MtpModule(config, kind, implementation) for kind in kinds)
 
     def __call__(
-        self,
-        index: int,
-        embeds: jax.Array,
-        hidden: jax.Array,
-        positions: jax.Array,
-        kv: Any,
-        attend: Attend,
-    ) -> tuple[jax.Array, Any]:
+        self, index: int, embeds: Array, hidden: Array, positions: Array, kv: Any, attend: Attend
+    ) -> tuple[Array, Any]:
         """Run module ``index``, which uses that layer of ``kv``; return its states ``[B, T, D]``.
 
         ``embeds`` and ``hidden`` are ``[B, T, D]``; ``hidden`` is at positions i32 ``[B, T]``.
@@ -248,10 +242,10 @@ class MtpHead(TargetVocabulary, nnx.Module):
         _, x, delta, kv = module.layer(module.fc(x), None, rope, kv, index, attend)
         return module.norm.add(x, delta)[1], kv
 
-    def embed(self, tokens: jax.Array, target: CausalLM) -> jax.Array:
+    def embed(self, tokens: Array, target: CausalLM) -> Array:
         """Embeddings ``[..., D]`` of token ids ``[...]``."""
         return target.embedding(tokens)
 
-    def logits(self, hidden: jax.Array, target: CausalLM) -> jax.Array:
+    def logits(self, hidden: Array, target: CausalLM) -> Array:
         """Float32 logits ``[..., V]`` of states ``[..., D]`` from any module."""
         return target.logits(hidden)

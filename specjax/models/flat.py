@@ -19,6 +19,7 @@ from typing import Any, Generic, TypeVar
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import Array
 from jax.sharding import SingleDeviceSharding
 
 from specjax.config import ModelConfig, TransformerConfig
@@ -30,7 +31,7 @@ logger = logging.getLogger(__name__)
 # standard deviation of random quantised values; their scale is divided by it
 RANDOM_VALUES = 24.0
 M = TypeVar("M", bound=nnx.Module)
-Weights = tuple[jax.Array, ...]
+Weights = tuple[Array, ...]
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ class FlatModel(Generic[M]):
 
 
 @partial(jax.jit, static_argnums=(1, 2, 3))
-def _normal(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype, stddev: float) -> jax.Array:
+def _normal(key: Array, shape: tuple[int, ...], dtype: jnp.dtype, stddev: float) -> Array:
     return (stddev * jax.random.normal(key, shape)).astype(dtype)
 
 

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax import Array
 
 from specjax.config import Dtypes, Rope, TransformerConfig
 from specjax.kernels.add_norm import add_norm, rms_norm, whole
@@ -26,8 +27,8 @@ from specjax.models.weights import dot, dot_transposed, partial_dot, zero_kernel
 class RopeTables(NamedTuple):
     """Cosine and sine f32 ``[B, T, 1, H / 2]`` that rotate queries and keys, and their norms."""
 
-    cos: jax.Array
-    sin: jax.Array
+    cos: Array
+    sin: Array
     norms: Norms | None = None  # applied to each head before the rotation
 
 
@@ -36,11 +37,11 @@ class RopeTables(NamedTuple):
 # the attention output. Its parameters name the options that it supports: `window`, the number of
 # keys that a query sees, up to and including its own; `softcap`, c in c * tanh(scores / c);
 # `sinks` [N], one score per head without a value.
-Attend = Callable[..., tuple[Any, jax.Array]]
+Attend = Callable[..., tuple[Any, Array]]
 # store(kv, layer, k, v, rope) -> kv, without attention
-Store = Callable[[Any, int, jax.Array, jax.Array, RopeTables], Any]
+Store = Callable[[Any, int, Array, Array, RopeTables], Any]
 
-ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
     "gelu": partial(jax.nn.gelu, approximate=False),
     "gelu_pytorch_tanh": partial(jax.nn.gelu, approximate=True),
@@ -84,7 +85,7 @@ class LayerKind:
         return {name: value for name, value in values.items() if value}
 
 
-def pick_row(x: jax.Array, row: jax.Array | None) -> jax.Array:
+def pick_row(x: Array, row: Array | None) -> Array:
     """Pick rows i32 ``[B]`` or ``[B, R]`` of ``x [B, T, D]``; ``None`` picks all."""
     if row is None:
         return x
@@ -99,12 +100,12 @@ class Linear(nnx.Module):
         self.kernel = nnx.Param(kernel, stddev=in_size**-0.5)
         self.bias = nnx.Param(jnp.zeros((out_size,), dtypes.activations)) if bias else None
 
-    def __call__(self, x: jax.Array, out_dtype: jnp.dtype | None = None) -> jax.Array:
+    def __call__(self, x: Array, out_dtype: jnp.dtype | None = None) -> Array:
         """Map ``[..., in]`` to ``[..., out]``, by default in the dtype of ``x``."""
         out = dot(x, self.kernel[...], out_dtype)
         return out if self.bias is None else out + self.bias[...]
 
-    def partial_sums(self, x: jax.Array, implementation: str | None) -> jax.Array:
+    def partial_sums(self, x: Array, implementation: str | None) -> Array:
         """Map ``[..., in]`` to partial sums f32 ``[P, ..., out]`` if a split pays off."""
         if self.bias is not None or resolve(implementation) == "xla":
             return self(x)
@@ -127,14 +128,14 @@ class RMSNorm(nnx.Module):
         self.eps, self.offset, self.implementation = config.rms_norm_eps, offset, implementation
 
     @property
-    def factor(self) -> jax.Array:
+    def factor(self) -> Array:
         """Multiplier ``[size]`` of the normalised values."""
         return self.scale[...] + self.offset if self.offset else self.scale[...]
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: Array) -> Array:
         return rms_norm(x, self.factor, self.eps)
 
-    def add(self, x: jax.Array, delta: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    def add(self, x: Array, delta: Array | None) -> tuple[Array, Array]:
         """Return ``x + delta`` and the norm of this sum. If ``delta`` is None, the sum is ``x``."""
         if delta is None:
             return x, self(x)
@@ -147,11 +148,11 @@ class Embedding(nnx.Module):
     def __init__(self, vocab_size: int, size: int, *, dtype: jnp.dtype) -> None:
         self.table = nnx.Param(jnp.zeros((vocab_size, size), dtype), stddev=size**-0.5)
 
-    def __call__(self, tokens: jax.Array) -> jax.Array:
+    def __call__(self, tokens: Array) -> Array:
         """Rows ``[..., D]`` of token ids ``[...]``."""
         return self.table[...].at[tokens].get(mode="clip")
 
-    def attend(self, x: jax.Array) -> jax.Array:
+    def attend(self, x: Array) -> Array:
         """Float32 logits ``[..., V]`` of hidden states ``[..., D]``."""
         return dot_transposed(x, self.table[...])
 
@@ -175,7 +176,7 @@ def rope_frequencies(rope: Rope) -> np.ndarray:
     return ((1 - blend) * inverse / scaling.factor + blend * inverse).astype(np.float32)
 
 
-def rope_tables(rope: Rope, positions: jax.Array) -> RopeTables:
+def rope_tables(rope: Rope, positions: Array) -> RopeTables:
     """Cosine and sine, float32 ``[B, T, 1, H / 2]``, for integer positions ``[B, T]``."""
     angles = positions.astype(jnp.float32)[..., None, None] * rope_frequencies(rope)
     return RopeTables(jnp.cos(angles), jnp.sin(angles))
@@ -185,14 +186,8 @@ def rotated(attend: Attend) -> Attend:
     """Make an ``attend`` from a function that takes rotated queries and keys, not partial sums."""
 
     def rotate_first(
-        kv: Any,
-        layer: int,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
-        rope: RopeTables,
-        **options: Any,
-    ) -> tuple[Any, jax.Array]:
+        kv: Any, layer: int, q: Array, k: Array, v: Array, rope: RopeTables, **options: Any
+    ) -> tuple[Any, Array]:
         if q.ndim == 5:  # partial sums, which only bfloat16 products return
             q, k, v = (x.sum(axis=0).astype(jnp.bfloat16) for x in (q, k, v))
         q, k = (rotate(x, rope.cos, rope.sin) for x in normed(q, k, rope.norms))
@@ -201,7 +196,7 @@ def rotated(attend: Attend) -> Attend:
     return rotate_first
 
 
-def dense_attention(q: jax.Array, k: jax.Array, v: jax.Array, **options: Any) -> jax.Array:
+def dense_attention(q: Array, k: Array, v: Array, **options: Any) -> Array:
     """JAX's attention of ``[B, T, N, H]`` over ``[B, L, KV, H]``, in full precision for float32."""
     precision = "highest" if q.dtype == jnp.float32 else "default"
     # JAX mixes bfloat16 and float32 here, which a caller's strict promotion would reject
@@ -210,9 +205,7 @@ def dense_attention(q: jax.Array, k: jax.Array, v: jax.Array, **options: Any) ->
 
 
 @rotated
-def dense_attend(
-    kv: Any, layer: int, q: jax.Array, k: jax.Array, v: jax.Array
-) -> tuple[Any, jax.Array]:
+def dense_attend(kv: Any, layer: int, q: Array, k: Array, v: Array) -> tuple[Any, Array]:
     """Causal attention over the given tokens, without KV storage."""
     return kv, dense_attention(q, k, v, is_causal=True)
 
@@ -242,13 +235,13 @@ class Attention(nnx.Module):
 
     def __call__(
         self,
-        x: jax.Array,
+        x: Array,
         rope: RopeTables,
         kv: Any,
         layer: int,
         attend: Attend,
-        row: jax.Array | None = None,
-    ) -> tuple[jax.Array, Any]:
+        row: Array | None = None,
+    ) -> tuple[Array, Any]:
         """Map ``[B, T, in_size]`` to ``[B, T, D]`` or partial sums of it; also return updated kv.
 
         With ``row`` i32 ``[B]``, all rows are stored, but only this row is output: ``[B, 1, D]``.
@@ -282,7 +275,7 @@ class MLP(nnx.Module):
         linear = partial(Linear, bias=kind.mlp_bias, dtypes=kind.dtypes)
         self.gate_up, self.down = linear(size, 2 * inner), linear(inner, size)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: Array) -> Array:
         """Map ``[..., D]`` to ``[..., D]`` or partial sums of it."""
         gate, up = jnp.split(self.gate_up(x), 2, axis=-1)
         activation = ACTIVATIONS[self.kind.activation]
@@ -314,14 +307,14 @@ class DecoderLayer(nnx.Module):
 
     def __call__(
         self,
-        x: jax.Array,
-        delta: jax.Array | None,
+        x: Array,
+        delta: Array | None,
         rope: RopeTables,
         kv: Any,
         layer: int,
         attend: Attend,
-        row: jax.Array | None = None,
-    ) -> tuple[jax.Array, jax.Array, jax.Array, Any]:
+        row: Array | None = None,
+    ) -> tuple[Array, Array, Array, Any]:
         """Return ``x + delta``, the layer's output as two summands, and the updated kv.
 
         The next norm adds the summands, so that addition and norm run as one kernel. With ``row``
@@ -334,9 +327,7 @@ class DecoderLayer(nnx.Module):
         return x, middle, _output_norm(self.mlp_output_norm, x, self.mlp(normed)), kv
 
 
-def _add_norm(
-    norm: RMSNorm | None, x: jax.Array, delta: jax.Array | None
-) -> tuple[jax.Array, jax.Array]:
+def _add_norm(norm: RMSNorm | None, x: Array, delta: Array | None) -> tuple[Array, Array]:
     """Return ``x + delta``, and as input of the next block its norm, or without one the sum."""
     if norm is not None:
         return norm.add(x, delta)
@@ -344,6 +335,6 @@ def _add_norm(
     return x, x
 
 
-def _output_norm(norm: RMSNorm | None, x: jax.Array, delta: jax.Array) -> jax.Array:
+def _output_norm(norm: RMSNorm | None, x: Array, delta: Array) -> Array:
     """The value that a block adds to ``x``."""
     return delta if norm is None else norm(whole(delta, x.ndim, x.dtype))

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 
 @jax.tree_util.register_dataclass
@@ -16,15 +17,15 @@ import jax.numpy as jnp
 class QuantArray:
     """A matrix ``values * scale`` whose values have fewer bits than the activations."""
 
-    values: jax.Array  # 8-bit dtype, [out, in]
-    scale: jax.Array  # f32 [out, 1]
+    values: Array  # 8-bit dtype, [out, in]
+    scale: Array  # f32 [out, 1]
 
-    def __getitem__(self, index: jax.Array | slice) -> "QuantArray":
+    def __getitem__(self, index: Array | slice) -> "QuantArray":
         """Select outputs, which are rows of ``values``."""
         return QuantArray(self.values[index], self.scale[index])
 
 
-Kernel = jax.Array | QuantArray
+Kernel = Array | QuantArray
 
 
 def is_quantised(dtype: jnp.dtype) -> bool:
@@ -39,7 +40,7 @@ def zero_kernel(in_size: int, out_size: int, dtype: jnp.dtype) -> Kernel:
     return jnp.zeros((in_size, out_size), dtype)
 
 
-def take_outputs(kernel: Kernel, index: jax.Array | slice) -> Kernel:
+def take_outputs(kernel: Kernel, index: Array | slice) -> Kernel:
     """The part of a kernel that computes selected outputs."""
     return kernel[index] if isinstance(kernel, QuantArray) else kernel[:, index]
 
@@ -49,7 +50,7 @@ def precision_for(dtype: jnp.dtype) -> jax.lax.Precision:
     return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else jax.lax.Precision.DEFAULT
 
 
-def dot(x: jax.Array, kernel: Kernel, out_dtype: jnp.dtype | None = None) -> jax.Array:
+def dot(x: Array, kernel: Kernel, out_dtype: jnp.dtype | None = None) -> Array:
     """Cast the kernel to the dtype of ``x [..., in]``; return their product, summed in float32."""
     precision, out = precision_for(x.dtype), out_dtype or x.dtype
     if isinstance(kernel, QuantArray):
@@ -59,7 +60,7 @@ def dot(x: jax.Array, kernel: Kernel, out_dtype: jnp.dtype | None = None) -> jax
     return jnp.matmul(x, kernel, precision=precision, preferred_element_type=out)
 
 
-def dot_transposed(x: jax.Array, table: jax.Array) -> jax.Array:
+def dot_transposed(x: Array, table: Array) -> Array:
     """Float32 ``x [..., in] @ table [out, in].T``."""
     return jax.lax.dot_general(
         x,
@@ -94,7 +95,7 @@ def num_partial_sums(rows: int, in_size: int, out_size: int) -> int:
     return parts
 
 
-def partial_dot(x: jax.Array, kernel: Kernel) -> jax.Array:
+def partial_dot(x: Array, kernel: Kernel) -> Array:
     """Partial sums f32 ``[P, ..., out]`` of :func:`dot`, or its result if a split is slower."""
     if isinstance(kernel, QuantArray) or x.dtype == jnp.float32:
         return dot(x, kernel)

@@ -12,8 +12,8 @@ Axes: B batch, T tree rows, V vocabulary.
 
 from dataclasses import dataclass
 
-import jax
 import jax.numpy as jnp
+from jax import Array
 
 from specjax.kernels.draw_tokens import draw_tokens, position_uniform
 from specjax.kernels.filter_logits import FLOAT32_TINY, kept_logits
@@ -50,7 +50,7 @@ class Acceptance:
 COUPLED = Acceptance()
 
 
-def filtered_probs(logits: jax.Array, temperatures: jax.Array, thresholds: jax.Array) -> jax.Array:
+def filtered_probs(logits: Array, temperatures: Array, thresholds: Array) -> Array:
     """The probabilities f32 ``[N, V]`` with which rows are drawn; zeros if all logits are -inf.
 
     Logits f32 ``[N, V]`` are raw; thresholds f32 ``[N]`` are the lowest logits that are kept.
@@ -62,13 +62,13 @@ def filtered_probs(logits: jax.Array, temperatures: jax.Array, thresholds: jax.A
 
 
 def accept_tokens(
-    probs: jax.Array,
-    plain: jax.Array,
+    probs: Array,
+    plain: Array,
     tree: VerifyInput,
     sampling: SamplingTable,
     acceptance: Acceptance,
     implementation: str | None,
-) -> jax.Array:
+) -> Array:
     """Draw the token i32 ``[B, T]`` after every row, by rejection sampling or thresholds.
 
     ``probs`` f32 ``[B, T, V]`` are the target's distributions. Rows without a proposed child, and
@@ -85,8 +85,8 @@ def accept_tokens(
 
 
 def rejection_tokens(
-    probs: jax.Array, tree: VerifyInput, seeds: jax.Array, *, implementation: str | None = None
-) -> jax.Array:
+    probs: Array, tree: VerifyInput, seeds: Array, *, implementation: str | None = None
+) -> Array:
     """Draw tokens i32 ``[B, T]`` by speculative sampling of a chain (arXiv 2211.17192).
 
     The draft ``x`` after a row, drawn from q = ``tree.draft_probs``, is accepted with probability
@@ -111,13 +111,13 @@ def rejection_tokens(
 
 
 def threshold_tokens(
-    probs: jax.Array,
+    probs: Array,
     tree: VerifyInput,
-    seeds: jax.Array,
+    seeds: Array,
     acceptance: Acceptance,
     *,
     implementation: str | None = None,
-) -> jax.Array:
+) -> Array:
     """Draw tokens i32 ``[B, T]`` by SGLang's target-only sampling with thresholds.
 
     Each row has one random number ``u``. Its children are tried in row order. A child is accepted
@@ -143,18 +143,14 @@ def threshold_tokens(
     return jnp.where(accepted.any(-1), drafts, others)
 
 
-def draw_coins(seeds: jax.Array, tree: VerifyInput) -> jax.Array:
+def draw_coins(seeds: Array, tree: VerifyInput) -> Array:
     """Draw a random number f32 ``[B, T]`` in [0, 1) for the position after each row."""
     return position_uniform(seeds, tree.positions + 1 + COIN_STREAM)
 
 
 def _draw_residual(
-    weights: jax.Array,
-    probs: jax.Array,
-    seeds: jax.Array,
-    tree: VerifyInput,
-    implementation: str | None,
-) -> jax.Array:
+    weights: Array, probs: Array, seeds: Array, tree: VerifyInput, implementation: str | None
+) -> Array:
     """Draw i32 ``[B, T]`` by weights f32 ``[B, T, V]``, or by ``probs`` if all weights are 0."""
     weights = jnp.where(jnp.any(weights > 0, axis=2, keepdims=True), weights, probs)
     logits = jnp.log(weights).reshape(-1, weights.shape[2])

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from specjax.kernels.backend import resolve
 from specjax.kernels.draw_tokens import draw_tokens, token_noise
@@ -64,12 +65,12 @@ def zero_logprobs(shape: tuple[int, ...], num_top: int) -> Logprobs:
 
 
 def target_tokens(
-    logits: jax.Array,
+    logits: Array,
     tree: VerifyInput,
     inputs: LogitInputs,
     config: SamplingConfig,
     states: tuple[Any, ...] = (),
-) -> tuple[jax.Array, Logprobs | None]:
+) -> tuple[Array, Logprobs | None]:
     """Draw the target's token i32 ``[B, T]`` after every node of the tree, with log-probabilities.
 
     Logits f32 ``[B, T, V]`` are raw. ``states`` are the states of the logit processors, by request
@@ -80,7 +81,7 @@ def target_tokens(
     shape, implementation = logits.shape[:2], resolve(config.implementation)
     sampling = inputs.sampling
 
-    def adjust() -> jax.Array:
+    def adjust() -> Array:
         return adjust_logits(tree, logits, states, inputs)
 
     if implementation == "xla":
@@ -111,8 +112,8 @@ def target_tokens(
 
 
 def _thresholds(
-    flat: jax.Array, sampling: SamplingTable, rows: int, implementation: str | None
-) -> jax.Array:
+    flat: Array, sampling: SamplingTable, rows: int, implementation: str | None
+) -> Array:
     """Call :func:`logit_thresholds` for logits f32 ``[B * rows, V]`` of B requests."""
     limits = sampling.temperatures, sampling.top_ks, sampling.top_ps, sampling.min_ps
     by_row = (jnp.repeat(limit, rows, axis=0) for limit in limits)
@@ -120,13 +121,13 @@ def _thresholds(
 
 
 def draft_tokens(
-    logits: jax.Array,
-    ids: jax.Array | None,
-    positions: jax.Array,
+    logits: Array,
+    ids: Array | None,
+    positions: Array,
     sampling: SamplingTable,
     config: SamplingConfig,
     topk: int,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[Array, Array]:
     """Choose the K columns of draft logits that the target will draw with the highest probability.
 
     At a temperature above 0, the draft draws with the target's filters and with the noise that the
@@ -169,7 +170,7 @@ def draft_tokens(
         return _chain_scores(logits, best, config), best
     kept = kept_logits(flat, temperatures[:, None], thresholds[:, None])
 
-    def perturb() -> jax.Array:
+    def perturb() -> Array:
         columns = jnp.arange(flat.shape[1], dtype=jnp.int32) if ids is None else ids
         noise = token_noise(seeds, places, columns)
         return jnp.where(temperatures[:, None] > 0, kept + noise, kept)
@@ -187,7 +188,7 @@ def draft_tokens(
     return scores.reshape(*shape, topk), best.reshape(*shape, topk)
 
 
-def _chain_scores(logits: jax.Array, best: jax.Array, config: SamplingConfig) -> jax.Array:
+def _chain_scores(logits: Array, best: Array, config: SamplingConfig) -> Array:
     """Scores f32 ``[B, N, 1]`` of columns i32 ``[B, N, 1]`` in a chain."""
     if not config.reads_confidence:
         return jnp.ones(best.shape, jnp.float32)
@@ -198,12 +199,12 @@ def _chain_scores(logits: jax.Array, best: jax.Array, config: SamplingConfig) ->
 
 
 def draft_probs(
-    logits: jax.Array,
-    ids: jax.Array | None,
+    logits: Array,
+    ids: Array | None,
     sampling: SamplingTable,
     config: SamplingConfig,
     vocab_size: int,
-) -> jax.Array:
+) -> Array:
     """The distribution f32 ``[B, N, V]`` over target tokens from which the draft draws.
 
     Logits f32 ``[B, N, W]`` are raw; ``ids`` i32 ``[W]`` are the token ids of their columns, as in
@@ -219,19 +220,19 @@ def draft_probs(
     return jnp.zeros((batch, rows, vocab_size), jnp.float32).at[:, :, ids].set(probs)
 
 
-def num_best(sampling: SamplingTable) -> jax.Array:
+def num_best(sampling: SamplingTable) -> Array:
     """Number i32 ``[B]`` of best tokens to report besides the chosen one; -1 reports nothing."""
     return jnp.where(sampling.wants_logprobs > 0, sampling.top_logprobs, -1)
 
 
 def logprobs_of(
-    logits: jax.Array,
-    tokens: jax.Array,
-    wanted: jax.Array,
+    logits: Array,
+    tokens: Array,
+    wanted: Array,
     config: SamplingConfig,
-    temperatures: jax.Array | float = 1.0,
-    thresholds: jax.Array | float = -jnp.inf,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+    temperatures: Array | float = 1.0,
+    thresholds: Array | float = -jnp.inf,
+) -> tuple[Array, Array, Array]:
     """Call :func:`token_logprobs` for logits f32 ``[N, V]``; by default unscaled and unfiltered."""
     options = (
         jnp.broadcast_to(jnp.asarray(x, jnp.float32), tokens.shape)

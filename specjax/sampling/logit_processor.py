@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from specjax.sampling.params import SamplingParams
 from specjax.types import SamplingTable, VerifyInput
@@ -28,11 +29,11 @@ class LogitInputs:
     """Inputs of a processor in addition to logits and state."""
 
     sampling: SamplingTable  # parameters of the B requests
-    tokens: jax.Array  # i32 [R, C], the texts by position, up to the roots of the trees
-    slots: jax.Array  # i32 [B], request slots
+    tokens: Array  # i32 [R, C], the texts by position, up to the roots of the trees
+    slots: Array  # i32 [B], request slots
 
     @property
-    def history(self) -> jax.Array:
+    def history(self) -> Array:
         """Tokens i32 ``[B, C]``."""
         return self.tokens[self.slots]
 
@@ -41,9 +42,9 @@ class LogitInputs:
 class NewTokens:
     """Tokens added to the texts of B requests."""
 
-    tokens: jax.Array  # i32 [B, N]
-    counts: jax.Array  # i32 [B], number of valid tokens
-    starts: jax.Array  # i32 [B], absolute position of the first token
+    tokens: Array  # i32 [B, N]
+    counts: Array  # i32 [B], number of valid tokens
+    starts: Array  # i32 [B], absolute position of the first token
     sampling: SamplingTable  # parameters of the requests
 
 
@@ -73,9 +74,7 @@ class LogitProcessor(ABC):
     # traced, pure
 
     @abstractmethod
-    def adjust(
-        self, tree: VerifyInput, logits: jax.Array, state: Any, inputs: LogitInputs
-    ) -> jax.Array:
+    def adjust(self, tree: VerifyInput, logits: Array, state: Any, inputs: LogitInputs) -> Array:
         """Return new logits f32 ``[B, T, V]``; ``state [B, ...]`` is the state at the root."""
 
     def advance(self, state: Any, new: NewTokens) -> Any:
@@ -83,7 +82,7 @@ class LogitProcessor(ABC):
         return state
 
 
-def at_tokens(values: jax.Array, ids: jax.Array) -> Any:
+def at_tokens(values: Array, ids: Array) -> Any:
     """Select tokens i32 ``[B, 1 or T, N]`` of ``values [B, T, V]`` for an update; skips -1."""
     batch, rows, vocab_size = values.shape
     # -1 would wrap to the last token
@@ -104,9 +103,7 @@ class MinNewTokens(LogitProcessor):
     def fill(self, row: np.void, params: SamplingParams) -> None:
         row["min_new_tokens"] = params.min_new_tokens
 
-    def adjust(
-        self, tree: VerifyInput, logits: jax.Array, state: Any, inputs: LogitInputs
-    ) -> jax.Array:
+    def adjust(self, tree: VerifyInput, logits: Array, state: Any, inputs: LogitInputs) -> Array:
         sampling = inputs.sampling
         produced = tree.positions + 1 - sampling.prompt_lens[:, None]
         is_too_early = (produced < sampling.min_new_tokens[:, None])[:, :, None]
@@ -134,9 +131,7 @@ class Penalties(LogitProcessor):
         row["frequency_penalties"] = params.frequency_penalty
         row["presence_penalties"] = params.presence_penalty
 
-    def adjust(
-        self, tree: VerifyInput, logits: jax.Array, state: Any, inputs: LogitInputs
-    ) -> jax.Array:
+    def adjust(self, tree: VerifyInput, logits: Array, state: Any, inputs: LogitInputs) -> Array:
         """Count the tokens in the history once per request, and drafts on the path of each node."""
         sampling, history = inputs.sampling, inputs.history
         batch, rows, vocab_size = logits.shape
@@ -150,7 +145,7 @@ class Penalties(LogitProcessor):
         is_known = (index <= tree.positions[:, :1]) & is_charged[:, None]
         once = jnp.zeros((batch, 1, vocab_size), jnp.int32)
 
-        def count(mask: jax.Array) -> jax.Array:
+        def count(mask: Array) -> Array:
             return at_tokens(once, jnp.where(mask, history, -1)[:, None]).add(1, mode="drop")
 
         produced = jnp.broadcast_to(count(is_known & ~is_prompt), logits.shape)
@@ -180,9 +175,7 @@ class LogitBias(LogitProcessor):
         for i, (token, value) in enumerate(params.biases):
             row["bias_ids"][i], row["bias_values"][i] = token, value
 
-    def adjust(
-        self, tree: VerifyInput, logits: jax.Array, state: Any, inputs: LogitInputs
-    ) -> jax.Array:
+    def adjust(self, tree: VerifyInput, logits: Array, state: Any, inputs: LogitInputs) -> Array:
         ids, values = inputs.sampling.bias_ids[:, None], inputs.sampling.bias_values[:, None]
         return at_tokens(logits, ids).add(values, mode="drop")
 
@@ -205,8 +198,8 @@ def abstract_states(num_slots: int, vocab_size: int) -> tuple[Any, ...]:
 
 
 def adjust_logits(
-    tree: VerifyInput, logits: jax.Array, states: tuple[Any, ...], inputs: LogitInputs
-) -> jax.Array:
+    tree: VerifyInput, logits: Array, states: tuple[Any, ...], inputs: LogitInputs
+) -> Array:
     """Apply all processors to logits f32 ``[B, T, V]``; ``states`` are by request slot."""
     states = jax.tree.map(lambda leaf: leaf[inputs.slots], states)
     for processor, state in zip(PROCESSORS, states or ((),) * len(PROCESSORS), strict=True):
@@ -214,7 +207,7 @@ def adjust_logits(
     return logits
 
 
-def advance_states(states: tuple[Any, ...], slots: jax.Array, new: NewTokens) -> tuple[Any, ...]:
+def advance_states(states: tuple[Any, ...], slots: Array, new: NewTokens) -> tuple[Any, ...]:
     """Return the states of all request slots after slots i32 ``[B]`` got new tokens."""
     if not jax.tree.leaves(states):
         return states

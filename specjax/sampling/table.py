@@ -10,6 +10,7 @@ from typing import get_type_hints
 
 import jax
 import numpy as np
+from jax import Array
 
 from specjax.checks import ParameterError
 from specjax.sampling.logit_processor import used_by
@@ -66,11 +67,11 @@ def pack_sampling(table: np.ndarray) -> np.ndarray:
     return np.array(table).view(np.int32).reshape(len(table), -1)
 
 
-def unpack_sampling(packed: jax.Array, slots: jax.Array) -> SamplingTable:
+def unpack_sampling(packed: Array, slots: Array) -> SamplingTable:
     """Unpack slots i32 ``[B]`` of a table from :func:`pack_sampling`, in a traced function."""
     rows = packed[slots]
 
-    def column(name: str) -> jax.Array:
+    def column(name: str) -> Array:
         dtype, start = SLOT.fields[name][:2]  # type: ignore[index]
         words = rows[:, start // 4 : (start + dtype.itemsize) // 4]
         words = words.reshape(len(rows), *dtype.shape)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from specjax.config import MAX_STEPS, ModelConfig
 from specjax.kv.pages import PagedAttend, PageView, Segments
@@ -41,14 +42,14 @@ class Batch:
     draft: Any  # the algorithm's network, or ``None`` if it has none
     pages: PageView  # pages of these requests
     sampling: SamplingTable  # parameters of these requests
-    slots: jax.Array  # i32 [B], request slots
-    seq_lens: jax.Array  # i32 [B], tokens in the target's KV pool
-    bonus_tokens: jax.Array  # i32 [B], the last token of each request, not in the pool yet
-    tokens: jax.Array  # i32 [R, C], the history by request slot
+    slots: Array  # i32 [B], request slots
+    seq_lens: Array  # i32 [B], tokens in the target's KV pool
+    bonus_tokens: Array  # i32 [B], the last token of each request, not in the pool yet
+    tokens: Array  # i32 [R, C], the history by request slot
     draw: SamplingConfig  # how the target draws its tokens
 
     @property
-    def history(self) -> jax.Array:
+    def history(self) -> Array:
         """Tokens i32 ``[B, C]`` by absolute position up to the bonus token, then invalid entries.
 
         After a prefix-cache hit, the start of the text is missing unless the request has penalties
@@ -64,16 +65,16 @@ class PromptChunks:
     All chunks are concatenated and padded to one row of P tokens, which is run as a batch of one.
     """
 
-    tokens: jax.Array  # i32 [1, P]
-    next_tokens: jax.Array  # i32 [1, P], the token after each; after a prompt the sampled one
-    positions: jax.Array  # i32 [1, P], the position of each token in its prompt
-    last: jax.Array  # i32 [B], index in P of the last token of each chunk
-    is_final: jax.Array  # bool [B], whether this chunk is the last of its prompt
+    tokens: Array  # i32 [1, P]
+    next_tokens: Array  # i32 [1, P], the token after each; after a prompt the sampled one
+    positions: Array  # i32 [1, P], the position of each token in its prompt
+    last: Array  # i32 [B], index in P of the last token of each chunk
+    is_final: Array  # bool [B], whether this chunk is the last of its prompt
     # stores KV at these positions in any pool with the same pages, and can attend to it
     attend: PagedAttend
     segments: Segments  # where each chunk is in P and in its prompt
     # i32 [B], number of leading tokens whose KV, including draft KV, came from the prefix cache
-    num_cached: jax.Array
+    num_cached: Array
 
 
 class StateSizes(NamedTuple):
@@ -142,12 +143,7 @@ class CommonAlgorithm:
         return FutureMap.abstract(max_running_requests + 1, context_len, rows)
 
     def build_disagg_draft_input(
-        self,
-        rows: Any,
-        bonus_tokens: jax.Array,
-        seq_lens: jax.Array,
-        slots: jax.Array,
-        future: FutureMap,
+        self, rows: Any, bonus_tokens: Array, seq_lens: Array, slots: Array, future: FutureMap
     ) -> Any:
         """Rows ``[B, ...]`` of requests whose prompts were computed elsewhere; B may be 0.
 
@@ -201,7 +197,7 @@ class SpeculativeAlgorithm(CommonAlgorithm, ABC):
     # traced, pure
 
     def prefill(
-        self, batch: Batch, state: State, rows: Rows, chunks: PromptChunks, features: jax.Array
+        self, batch: Batch, state: State, rows: Rows, chunks: PromptChunks, features: Array
     ) -> tuple[State, Rows]:
         """Process prompt chunks. A round reads the returned rows only after a prompt's last chunk.
 

@@ -10,8 +10,8 @@ rows see each other. A tier sets how many of its drafts are verified.
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-import jax
 import jax.numpy as jnp
+from jax import Array
 
 from specjax.checkpoints.block import BlockCheckpoint, open_block
 from specjax.checkpoints.target import TargetCheckpoint
@@ -91,7 +91,7 @@ class Block(NetworkAlgorithm):
     # traced
 
     def prefill(
-        self, batch: Batch, state: State, rows: Rows, chunks: PromptChunks, features: jax.Array
+        self, batch: Batch, state: State, rows: Rows, chunks: PromptChunks, features: Array
     ) -> tuple[State, Rows]:
         """Write the prompt's keys and values, projected from the target's features."""
         return batch.draft.store(features, chunks.positions, state, chunks.attend.store), rows
@@ -142,7 +142,7 @@ class Block(NetworkAlgorithm):
         return batch.draft.store(verified.features, positions, state, store), rows
 
 
-def _draw(batch: Batch, hidden: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _draw(batch: Batch, hidden: Array) -> tuple[Array, Array, Array]:
     """Draw drafts i32 ``[B, N]`` for states ``[B, N, D]``.
 
     Also return their scores f32 ``[B, N]`` and the logits f32 ``[B, N, V]``. With a Markov head,
@@ -152,7 +152,7 @@ def _draw(batch: Batch, hidden: jax.Array) -> tuple[jax.Array, jax.Array, jax.Ar
     logits = draft.logits(hidden, batch.target)
     places = batch.seq_lens[:, None] + jnp.arange(1, count + 1, dtype=jnp.int32)
 
-    def best(logits: jax.Array, places: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def best(logits: Array, places: Array) -> tuple[Array, Array]:
         drawn = draft_tokens(logits, draft.vocabulary, places, batch.sampling, batch.draw, 1)
         return draft.target_ids(drawn[1][..., 0]), drawn[0][..., 0]
 

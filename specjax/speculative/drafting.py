@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from specjax.config import MAX_NODES
 from specjax.kernels.tree_attention import MAX_MASKED
@@ -24,7 +25,7 @@ from specjax.types import DraftShape, VerifyInput
 # step(level, tokens i32 [B, N], hidden [B, N, D], positions i32 [B, N], state, attend) -> (hidden
 # [B, N, D], state): one pass over the drafted tokens of a level (0, 1, 2, ...). `hidden` are the
 # recurrent states that predicted them; the returned states predict the tokens of the next level.
-Step = Callable[[int, jax.Array, jax.Array, jax.Array, State, Attend], tuple[jax.Array, State]]
+Step = Callable[[int, Array, Array, Array, State, Attend], tuple[Array, State]]
 
 
 @jax.tree_util.register_dataclass
@@ -37,9 +38,9 @@ class DraftInput:
 
     # f32 [B, K], scores; always 1 in a chain, which needs no softmax unless confidences are read. 0
     # means that the round left nothing to draft from, so the tokens are not proposed.
-    topk_probs: jax.Array
-    topk_ids: jax.Array  # i32 [B, K], target token ids
-    hidden: jax.Array  # [B, D], the recurrent state that predicted topk_ids; or [B, K, D]
+    topk_probs: Array
+    topk_ids: Array  # i32 [B, K], target token ids
+    hidden: Array  # [B, D], the recurrent state that predicted topk_ids; or [B, K, D]
 
     @property
     def topk(self) -> int:
@@ -159,7 +160,7 @@ def draft_tree(
     batch: Batch,
     state: State,
     first: DraftInput,
-    num_proposed: jax.Array,
+    num_proposed: Array,
     shape: DraftShape,
     step: Step,
     start: int,
@@ -204,9 +205,7 @@ def draft_tree(
     return replace(tree, draft_rows=rows), state
 
 
-def best_tokens(
-    batch: Batch, hidden: jax.Array, positions: jax.Array, topk: int
-) -> tuple[jax.Array, jax.Array]:
+def best_tokens(batch: Batch, hidden: Array, positions: Array, topk: int) -> tuple[Array, Array]:
     """Choose K draft tokens for positions i32 ``[B, N]`` from recurrent states ``[B, N, D]``.
 
     Returns scores f32 ``[B, N, K]`` and target token ids i32 ``[B, N, K]``.
@@ -218,9 +217,7 @@ def best_tokens(
     return probs, draft.target_ids(best)
 
 
-def chain_token(
-    batch: Batch, hidden: jax.Array, positions: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+def chain_token(batch: Batch, hidden: Array, positions: Array) -> tuple[Array, Array]:
     """Score f32 ``[B]`` and token i32 ``[B]`` of :func:`best_tokens` for K = 1 and N = 1."""
     scores, ids = best_tokens(batch, hidden, positions, 1)
     return scores[:, 0, 0], ids[:, 0, 0]
@@ -228,10 +225,10 @@ def chain_token(
 
 def drafted_chain(
     batch: Batch,
-    tokens: list[jax.Array],
-    scores: list[jax.Array],
-    num_proposed: jax.Array,
-    states: list[jax.Array],
+    tokens: list[Array],
+    scores: list[Array],
+    num_proposed: Array,
+    states: list[Array],
     shape: DraftShape,
 ) -> VerifyInput:
     """Build a chain of tokens i32 ``[B]``, root first; states ``[B, 1, D]`` predicted the drafts.
@@ -251,7 +248,7 @@ def drafted_chain(
     return replace(chain, draft_probs=probs)
 
 
-def first_level(batch: Batch, hidden: jax.Array, seq_lens: jax.Array, topk: int) -> DraftInput:
+def first_level(batch: Batch, hidden: Array, seq_lens: Array, topk: int) -> DraftInput:
     """Choose the first level of the next draft from recurrent states ``[B, D]``.
 
     ``seq_lens`` i32 ``[B]`` are the lengths in the round that will verify the draft.

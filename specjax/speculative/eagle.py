@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from specjax.checkpoints.draft import DraftCheckpoint, open_draft
 from specjax.checkpoints.target import TargetCheckpoint
@@ -88,9 +89,9 @@ class Eagle(NetworkAlgorithm):
     def build_disagg_draft_input(
         self,
         rows: DraftInput | None,
-        bonus_tokens: jax.Array,
-        seq_lens: jax.Array,
-        slots: jax.Array,
+        bonus_tokens: Array,
+        seq_lens: Array,
+        slots: Array,
         future: FutureMap,
     ) -> DraftInput | None:
         """Keep the first K branches or levels. A P-EAGLE head may have drafted fewer levels."""
@@ -100,19 +101,14 @@ class Eagle(NetworkAlgorithm):
         if hidden.ndim == 2:
             return DraftInput(rows.topk_probs[:, :topk], rows.topk_ids[:, :topk], hidden)
 
-        def fitted(x: jax.Array) -> jax.Array:
+        def fitted(x: Array) -> Array:
             missing = max(0, topk - x.shape[1])
             return jnp.pad(x[:, :topk], ((0, 0), (0, missing), *[(0, 0)] * (x.ndim - 2)))
 
         return jax.tree.map(fitted, rows)
 
     def prefill(
-        self,
-        batch: Batch,
-        state: State,
-        rows: DraftInput,
-        chunks: PromptChunks,
-        features: jax.Array,
+        self, batch: Batch, state: State, rows: DraftInput, chunks: PromptChunks, features: Array
     ) -> tuple[State, DraftInput]:
         """Run the draft over the prompt's positions, each with the token that follows it."""
         draft = batch.draft
@@ -204,9 +200,7 @@ def masked_shapes(shapes: tuple[DraftShape, ...], config: DraftConfig) -> tuple[
     return tuple(s._replace(block=s.accept_width + s.depth - 1) if s.steps else s for s in shapes)
 
 
-def with_masks(
-    draft: Eagle3Head, verified: VerifyOutput, depth: int
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+def with_masks(draft: Eagle3Head, verified: VerifyOutput, depth: int) -> tuple[Array, Array, Array]:
     """Append masks to accepted tokens; return tokens i32 ``[B, W]`` and features ``[B, W, F]``.
 
     W is the accept width plus ``depth - 1``. Also returns the rows i32 ``[B, depth]`` that draft:
@@ -227,8 +221,8 @@ def with_masks(
 
 
 def draft_masked(
-    batch: Batch, state: State, seq_lens: jax.Array, first: jax.Array, depth: int
-) -> tuple[jax.Array, State]:
+    batch: Batch, state: State, seq_lens: Array, first: Array, depth: int
+) -> tuple[Array, State]:
     """Compute the states ``[B, depth, D]`` that draft a chain; ``first [B, 1, D]`` is the first.
 
     It takes one pass over ``depth - 1`` mask tokens. ``seq_lens`` i32 ``[B]`` are draft KV lengths.
@@ -248,7 +242,7 @@ def draft_masked(
     return jnp.concatenate([first, hidden], axis=1), state
 
 
-def masked_levels(batch: Batch, hidden: jax.Array, seq_lens: jax.Array, width: int) -> DraftInput:
+def masked_levels(batch: Batch, hidden: Array, seq_lens: Array, width: int) -> DraftInput:
     """Draw a chain from states ``[B, N, D]``; pad it to ``width`` levels that hold no drafts.
 
     ``seq_lens`` i32 ``[B]`` are the lengths in the round that will verify the chain.

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from specjax.sampling.logit_processor import NewTokens, advance_states
 from specjax.types import KVPools, SamplingTable
@@ -26,10 +27,10 @@ class FutureMap:
     """
 
     rows: Any  # the algorithm's rows, [R, ...]
-    bonus_tokens: jax.Array  # i32 [R], the last token of each request; not in the KV pool yet
-    seq_lens: jax.Array  # i32 [R], tokens in the target's KV pool
-    remaining: jax.Array  # i32 [R]
-    tokens: jax.Array  # i32 [R, C]
+    bonus_tokens: Array  # i32 [R], the last token of each request; not in the KV pool yet
+    seq_lens: Array  # i32 [R], tokens in the target's KV pool
+    remaining: Array  # i32 [R]
+    tokens: Array  # i32 [R, C]
     logit_states: tuple[Any, ...] = ()  # one per logit processor, [R, ...]
 
     @classmethod
@@ -57,18 +58,18 @@ class DeviceState:
     future: FutureMap
 
 
-def resolve(future: FutureMap, slots: jax.Array) -> Any:
+def resolve(future: FutureMap, slots: Array) -> Any:
     """Gather the algorithm's rows for request slots i32 ``[B]``."""
     return jax.tree.map(lambda leaf: leaf[slots], future.rows)
 
 
-def stash(future: FutureMap, slots: jax.Array, rows: Any) -> FutureMap:
+def stash(future: FutureMap, slots: Array, rows: Any) -> FutureMap:
     """Store the algorithm's rows ``[B, ...]`` in request slots i32 ``[B]``."""
     kept = jax.tree.map(lambda a, b: a.at[slots].set(b.astype(a.dtype)), future.rows, rows)
     return replace(future, rows=kept)
 
 
-def stash_handover(future: FutureMap, slots: jax.Array, rows: Any) -> FutureMap:
+def stash_handover(future: FutureMap, slots: Array, rows: Any) -> FutureMap:
     """Store the rows that ``build_disagg_draft_input`` returned; ``None`` stores zeros.
 
     Raises ValueError if their width differs from the width of the rows here.
@@ -84,14 +85,12 @@ def stash_handover(future: FutureMap, slots: jax.Array, rows: Any) -> FutureMap:
     return stash(future, slots, rows)
 
 
-def advance(future: FutureMap, slots: jax.Array, new: NewTokens) -> FutureMap:
+def advance(future: FutureMap, slots: Array, new: NewTokens) -> FutureMap:
     """Let the logit processors read the tokens added to slots i32 ``[B]``."""
     return replace(future, logit_states=advance_states(future.logit_states, slots, new))
 
 
-def restart(
-    future: FutureMap, slots: jax.Array, counts: jax.Array, sampling: SamplingTable
-) -> FutureMap:
+def restart(future: FutureMap, slots: Array, counts: Array, sampling: SamplingTable) -> FutureMap:
     """Let the logit processors read the first ``counts`` i32 ``[B]`` tokens of the history."""
     if not jax.tree.leaves(future.logit_states):
         return future
@@ -100,6 +99,6 @@ def restart(
     return advance(replace(future, logit_states=states), slots, new)
 
 
-def record_cached(future: FutureMap, slot: jax.Array, tokens: jax.Array) -> FutureMap:
+def record_cached(future: FutureMap, slot: Array, tokens: Array) -> FutureMap:
     """Replace the history in slot i32 ``[]`` by tokens i32 ``[C]``."""
     return replace(future, tokens=future.tokens.at[slot].set(tokens))

@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from specjax.checkpoints.draft import MtpCheckpoint, open_mtp
 from specjax.checkpoints.target import TargetCheckpoint
@@ -36,9 +37,9 @@ from specjax.types import DraftShape, VerifyInput, VerifyOutput
 class ModuleInput:
     """Inputs of a request's next draft, in addition to its bonus token and length."""
 
-    first_ids: jax.Array  # i32 [B], the first drafted token
-    first_probs: jax.Array  # f32 [B], its score; 0 if the round left nothing to draft from
-    hidden: jax.Array  # [B, M, D], the state of each module at the last accepted row
+    first_ids: Array  # i32 [B], the first drafted token
+    first_probs: Array  # f32 [B], its score; 0 if the round left nothing to draft from
+    hidden: Array  # [B, M, D], the state of each module at the last accepted row
 
 
 @dataclass(frozen=True)
@@ -101,9 +102,9 @@ class MultiLayerEagle(NetworkAlgorithm):
     def build_disagg_draft_input(
         self,
         rows: ModuleInput | None,
-        bonus_tokens: jax.Array,
-        seq_lens: jax.Array,
-        slots: jax.Array,
+        bonus_tokens: Array,
+        seq_lens: Array,
+        slots: Array,
         future: FutureMap,
     ) -> ModuleInput | None:
         """Keep the states of the first M modules; the prefill engine may have run more."""
@@ -112,12 +113,7 @@ class MultiLayerEagle(NetworkAlgorithm):
         return replace(rows, hidden=rows.hidden[:, : future.rows.hidden.shape[1]])
 
     def prefill(
-        self,
-        batch: Batch,
-        state: State,
-        rows: ModuleInput,
-        chunks: PromptChunks,
-        features: jax.Array,
+        self, batch: Batch, state: State, rows: ModuleInput, chunks: PromptChunks, features: Array
     ) -> tuple[State, ModuleInput]:
         """Run all modules over chunks. For each, ``rows`` hold the states before its first row."""
         draft, segments = batch.draft, chunks.segments
@@ -187,7 +183,7 @@ class MultiLayerEagle(NetworkAlgorithm):
         return state, following
 
 
-def skip_rows(x: jax.Array, counts: jax.Array) -> jax.Array:
+def skip_rows(x: Array, counts: Array) -> Array:
     """Shift the rows of ``x [B, T, D]`` back by ``counts`` i32 ``[B]``; repeat the end rows."""
     width = x.shape[1]
     index = jnp.arange(width, dtype=jnp.int32) + counts[:, None]
@@ -195,8 +191,8 @@ def skip_rows(x: jax.Array, counts: jax.Array) -> jax.Array:
 
 
 def run_module(
-    batch: Batch, state: State, module: int, embeds: jax.Array, hidden: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+    batch: Batch, state: State, module: int, embeds: Array, hidden: Array
+) -> tuple[Array, Array]:
     """Run a module over the T rows from row ``seq_lens`` on.
 
     Returns states ``[B, T, D]``, invalid in rows before the start of a text, and the KV pool.
@@ -212,7 +208,7 @@ def run_module(
     return skip_rows(given, -skipped) if module else given, state
 
 
-def next_input(batch: Batch, hidden: jax.Array, seq_lens: jax.Array) -> ModuleInput:
+def next_input(batch: Batch, hidden: Array, seq_lens: Array) -> ModuleInput:
     """Draft the next round's first token from the modules' last states ``[B, M, D]``.
 
     ``seq_lens`` i32 ``[B]`` are the lengths in the next round.

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from specjax.kv.pages import Segments
 from specjax.types import DraftShape, VerifyInput
@@ -20,9 +21,7 @@ from specjax.types import DraftShape, VerifyInput
 MAX_LOG_ODDS = 6.0
 
 
-def survival(
-    tree: VerifyInput, slope: jax.Array, intercepts: jax.Array, offsets: jax.Array
-) -> jax.Array:
+def survival(tree: VerifyInput, slope: Array, intercepts: Array, offsets: Array) -> Array:
     """Estimate f32 ``[B, T - 1]``, the probability that each draft of a tree survives.
 
     A draft with confidence q at depth d is accepted after its parent with the probability
@@ -47,7 +46,7 @@ def survival(
     return jnp.where(is_proposed & (found > 0), found, 0.0)
 
 
-def admit(survivals: jax.Array, is_live: jax.Array, num_rows: int) -> jax.Array:
+def admit(survivals: Array, is_live: Array, num_rows: int) -> Array:
     """Count i32 ``[B]`` the rows that each request verifies, of ``num_rows`` in total.
 
     A live request, bool ``[B]``, verifies its root. The other rows go to the best drafts of the
@@ -65,12 +64,12 @@ def admit(survivals: jax.Array, is_live: jax.Array, num_rows: int) -> jax.Array:
     return is_live.astype(jnp.int32) + drafts
 
 
-def reorder(tree: VerifyInput, order: jax.Array) -> VerifyInput:
+def reorder(tree: VerifyInput, order: Array) -> VerifyInput:
     """Put drafts i32 ``[B, T - 1]``, counted from 0, in another order; parents must come first."""
     rows = jnp.pad(order + 1, ((0, 0), (1, 0)))
     moved_to = jnp.argsort(rows, axis=1).astype(jnp.int32)
 
-    def take(x: jax.Array) -> jax.Array:
+    def take(x: Array) -> Array:
         return jnp.take_along_axis(x, rows, axis=1)
 
     parents, probs, where = take(tree.parents), tree.confidences, tree.draft_rows
@@ -88,7 +87,7 @@ def reorder(tree: VerifyInput, order: jax.Array) -> VerifyInput:
 
 
 def keep_best(
-    tree: VerifyInput, shape: DraftShape, slots: jax.Array, calibration: jax.Array, num_slots: int
+    tree: VerifyInput, shape: DraftShape, slots: Array, calibration: Array, num_slots: int
 ) -> VerifyInput:
     """Propose only the drafts that a packed tier verifies, the best of the batch.
 
@@ -107,13 +106,13 @@ def keep_best(
     return replace(tree, num_proposed=jnp.where(is_live, counts - 1, 0))
 
 
-def verified_rows(tree: VerifyInput, shape: DraftShape, slots: jax.Array) -> Segments:
+def verified_rows(tree: VerifyInput, shape: DraftShape, slots: Array) -> Segments:
     """Lay out the verified rows of all requests in one row of B * packed tokens."""
     counts = jnp.where(slots > 0, tree.num_proposed + 1, 0)
     return Segments.of(tree.positions[:, 0], counts, len(slots) * shape.packed)
 
 
-def tried(tree: VerifyInput, accept_index: jax.Array, is_running: jax.Array) -> jax.Array:
+def tried(tree: VerifyInput, accept_index: Array, is_running: Array) -> Array:
     """Confidences f32 ``[B, A - 1]`` of the drafts that were tried, one per depth.
 
     These are the accepted drafts, and after them the draft that was rejected; of several, the one

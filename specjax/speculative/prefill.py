@@ -7,6 +7,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from specjax.kv.pages import Segments
 from specjax.models.layers import pick_row
@@ -68,7 +69,7 @@ def pack_chunks(chunks: Sequence[Chunk], width: int, limit: int) -> np.ndarray:
 def prefill_chunks(
     resident: Resident,
     state: DeviceState,
-    packed: jax.Array,
+    packed: Array,
     *,
     config: RoundConfig,
     limit: int,

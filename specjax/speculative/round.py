@@ -9,6 +9,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from specjax.kv.pages import PageView
 from specjax.models.decoder import CausalLM
@@ -48,13 +49,11 @@ class Resident:
     target: CausalLM
     draft: object
     pages: PageView
-    sampling: jax.Array  # packed, i32 [R, K]
-    calibration: jax.Array | None = None  # f32 [1 + S + R], as in packing.survival
+    sampling: Array  # packed, i32 [R, K]
+    calibration: Array | None = None  # f32 [1 + S + R], as in packing.survival
 
 
-def make_batch(
-    resident: Resident, future: FutureMap, slots: jax.Array, config: RoundConfig
-) -> Batch:
+def make_batch(resident: Resident, future: FutureMap, slots: Array, config: RoundConfig) -> Batch:
     """Make the batch of request slots i32 ``[B]``."""
     return Batch(
         target=resident.target,
@@ -69,16 +68,14 @@ def make_batch(
     )
 
 
-def active_batch(
-    resident: Resident, future: FutureMap, slots: jax.Array, config: RoundConfig
-) -> Batch:
+def active_batch(resident: Resident, future: FutureMap, slots: Array, config: RoundConfig) -> Batch:
     """Make the batch of request slots; those that may not produce more tokens become padding."""
     return make_batch(resident, future, jnp.where(future.remaining[slots] > 0, slots, 0), config)
 
 
 def verify(
-    batch: Batch, kv: jax.Array, future: FutureMap, tree: VerifyInput, config: RoundConfig
-) -> tuple[VerifyOutput, jax.Array, FutureMap]:
+    batch: Batch, kv: Array, future: FutureMap, tree: VerifyInput, config: RoundConfig
+) -> tuple[VerifyOutput, Array, FutureMap]:
     """Run the target once over a drafted tree, draw a token after every row, and accept drafts.
 
     A chain needs no attention mask, because its mask is causal. The KV of a tree's accepted path is
@@ -141,7 +138,7 @@ def verify(
 def draft_stage(
     resident: Resident,
     state: DeviceState,
-    slots: jax.Array,
+    slots: Array,
     *,
     config: RoundConfig,
     batch: Batch | None = None,
@@ -167,7 +164,7 @@ def draft_stage(
 def verify_stage(
     resident: Resident,
     state: DeviceState,
-    slots: jax.Array,
+    slots: Array,
     tree: VerifyInput,
     *,
     config: RoundConfig,
@@ -181,7 +178,7 @@ def verify_stage(
 def extend_stage(
     resident: Resident,
     state: DeviceState,
-    slots: jax.Array,
+    slots: Array,
     verified: VerifyOutput,
     *,
     config: RoundConfig,
@@ -205,7 +202,7 @@ def extend_stage(
 
 
 def spec_round(
-    resident: Resident, state: DeviceState, slots: jax.Array, *, config: RoundConfig
+    resident: Resident, state: DeviceState, slots: Array, *, config: RoundConfig
 ) -> tuple[DeviceState, RoundOutput]:
     """Run one round for request slots i32 ``[B]`` (0 for padding): draft, verify and extend."""
     batch = active_batch(resident, state.future, slots, config)
@@ -215,7 +212,7 @@ def spec_round(
 
 
 def spec_rounds(
-    resident: Resident, state: DeviceState, slots: jax.Array, *, config: RoundConfig
+    resident: Resident, state: DeviceState, slots: Array, *, config: RoundConfig
 ) -> tuple[DeviceState, RoundOutput]:
     """Run ``config.num_rounds`` rounds in one call, for models whose rounds are short.
 
@@ -225,9 +222,7 @@ def spec_rounds(
         state, out = spec_round(resident, state, slots, config=config)
         return state, jax.tree.map(lambda leaf: leaf[None], out)
 
-    def step(
-        i: jax.Array, carry: tuple[DeviceState, RoundOutput]
-    ) -> tuple[DeviceState, RoundOutput]:
+    def step(i: Array, carry: tuple[DeviceState, RoundOutput]) -> tuple[DeviceState, RoundOutput]:
         state, out = spec_round(resident, carry[0], slots, config=config)
         return state, jax.tree.map(lambda all, new: all.at[i].set(new), carry[1], out)
 

@@ -10,8 +10,8 @@ which the next round's first pass reads. The KV of a tree's accepted drafts is m
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import jax
 import jax.numpy as jnp
+from jax import Array
 
 from specjax.checkpoints.draft import open_draft_model
 from specjax.checkpoints.target import TargetCheckpoint
@@ -65,7 +65,7 @@ class Standalone(NetworkAlgorithm):
     # traced
 
     def prefill(
-        self, batch: Batch, state: State, rows: Rows, chunks: PromptChunks, features: jax.Array
+        self, batch: Batch, state: State, rows: Rows, chunks: PromptChunks, features: Array
     ) -> tuple[State, Rows]:
         """Run the draft over the prompt tokens to store their KV."""
         _, _, state = batch.draft(chunks.tokens, chunks.positions, state, chunks.attend)
@@ -104,7 +104,7 @@ class Standalone(NetworkAlgorithm):
         return batch.pages.move(state, batch.seq_lens, path), rows
 
 
-def _read(batch: Batch, state: State, count: int) -> tuple[jax.Array, jax.Array]:
+def _read(batch: Batch, state: State, count: int) -> tuple[Array, Array]:
     """Run the draft over 1 or 2 tokens from n - 1 on; return the last hidden state ``[B, D]``."""
     begin = jnp.maximum(batch.seq_lens - 1, 0)  # padding rows have no token
     tokens = jnp.stack([batch.tokens[batch.slots, begin], batch.bonus_tokens], axis=1)[:, :count]

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from specjax.kernels.accept_tree import SlotRows, accept_tree, compact_tree
 from specjax.kernels.draw_tokens import position_uniform
@@ -15,7 +16,7 @@ from specjax.types import DraftShape, NodeOutputs, SamplingTable, VerifyInput, V
 
 
 def chain_input(
-    draft_tokens: jax.Array, seq_lens: jax.Array, num_proposed: jax.Array | None = None
+    draft_tokens: Array, seq_lens: Array, num_proposed: Array | None = None
 ) -> VerifyInput:
     """The verify input of a chain: row ``i`` is the child of row ``i - 1``.
 
@@ -53,16 +54,16 @@ def truncate(tree: VerifyInput, nodes: int) -> VerifyInput:
 
 
 def select_tree(
-    bonus_tokens: jax.Array,
-    seq_lens: jax.Array,
-    num_proposed: jax.Array,
-    scores: jax.Array,
-    tokens: jax.Array,
-    parent_list: jax.Array,
+    bonus_tokens: Array,
+    seq_lens: Array,
+    num_proposed: Array,
+    scores: Array,
+    tokens: Array,
+    parent_list: Array,
     *,
     topk: int,
     num_draft_tokens: int,
-) -> tuple[VerifyInput, jax.Array]:
+) -> tuple[VerifyInput, Array]:
     """Select the best T - 1 of P candidates as the nodes of a tree.
 
     A candidate's score is the product of the scores on its path, each at most 1. A parent therefore
@@ -119,7 +120,7 @@ def select_tree(
     return tree, chosen
 
 
-def spread_count(seq_lens: jax.Array, num_steps: int, accept_length: float) -> jax.Array:
+def spread_count(seq_lens: Array, num_steps: int, accept_length: float) -> Array:
     """Number i32 ``[B]`` of drafts to accept, ``accept_length - 1`` on average, S at most.
 
     It is one of the two integers around the average, spread evenly over sequence lengths.
@@ -131,7 +132,7 @@ def spread_count(seq_lens: jax.Array, num_steps: int, accept_length: float) -> j
     return int(drafts) + (phase < share).astype(jnp.int32)
 
 
-def drawn_count(seq_lens: jax.Array, num_steps: int, sampling: SamplingTable) -> jax.Array:
+def drawn_count(seq_lens: Array, num_steps: int, sampling: SamplingTable) -> Array:
     """Number i32 ``[B]`` of drafts to accept, of S after ``seq_lens``: those before the first miss.
 
     A draft is a hit with probability ``sampling.acceptances``. This depends only on the request's
@@ -143,7 +144,7 @@ def drawn_count(seq_lens: jax.Array, num_steps: int, sampling: SamplingTable) ->
     return jnp.min(count, axis=1, initial=num_steps)
 
 
-def simulated_path(tree: VerifyInput, num_steps: int, count: jax.Array) -> jax.Array:
+def simulated_path(tree: VerifyInput, num_steps: int, count: Array) -> Array:
     """Path i32 ``[B, S + 1]`` to the deepest row, of ``count`` i32 ``[B]`` drafts; -1: no root."""
     index = jnp.arange(tree.parents.shape[1], dtype=jnp.int32)
     is_real = index <= tree.num_proposed[:, None]
@@ -158,7 +159,7 @@ def simulated_path(tree: VerifyInput, num_steps: int, count: jax.Array) -> jax.A
     return jnp.where(depth <= count[:, None], path, -1)
 
 
-def simulated_tokens(tree: VerifyInput, path: jax.Array, end_token_ids: jax.Array) -> jax.Array:
+def simulated_tokens(tree: VerifyInput, path: Array, end_token_ids: Array) -> Array:
     """Target tokens i32 ``[B, T]`` with which exactly the rows in ``path [B, A]`` are accepted."""
     rows = tree.draft_tokens.shape[1]
     # a token that is neither drafted in any row, so that no child matches it, nor an end token
@@ -178,12 +179,12 @@ def accept(
     tree: VerifyInput,
     outputs: NodeOutputs,
     future: FutureMap,
-    slots: jax.Array,
-    end_token_ids: jax.Array,
+    slots: Array,
+    end_token_ids: Array,
     shape: DraftShape,
     *,
     implementation: str | None = None,
-    simulated: jax.Array | None = None,
+    simulated: Array | None = None,
 ) -> tuple[VerifyOutput, FutureMap]:
     """Accept the path that agrees with ``outputs.tokens``, record it, and compact the outputs.
 
