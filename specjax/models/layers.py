@@ -204,12 +204,6 @@ def dense_attention(q: Array, k: Array, v: Array, **options: Any) -> Array:
         return jax.nn.dot_product_attention(q, k, v, **options)
 
 
-@rotated
-def dense_attend(kv: Any, layer: int, q: Array, k: Array, v: Array) -> tuple[Any, Array]:
-    """Causal attention over the given tokens, without KV storage."""
-    return kv, dense_attention(q, k, v, is_causal=True)
-
-
 class Attention(nnx.Module):
     """Grouped-query self-attention with rotary positions; ``attend`` manages keys and values."""
 

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 
 from specjax.compiling.pool import CompilerOptions
-from specjax.kv.pages import PageView
 from specjax.models.flat import Networks, Weights
 from specjax.models.weights import MAX_SPLIT_ROWS
 from specjax.runtime.runner_config import RunnerConfig
@@ -98,15 +97,8 @@ class RoundFunctions:
             simulates_acceptance=self._config.simulates_acceptance,
         )
 
-        def flat(
-            target: Weights,
-            draft: Weights,
-            state: DeviceState,
-            pages: PageView,
-            packed: jax.Array,
-            calibration: jax.Array,
-            *rest: Any,
-        ) -> Any:
+        def flat(target: Weights, draft: Weights, state: DeviceState, *inputs: Any) -> Any:
+            pages, packed, calibration, *rest = inputs
             models = nets.target.rebuild(target), nets.draft.rebuild(draft)
             resident = Resident(*models, pages, packed, calibration)
             return function(resident, state, *rest, config=config, **options)

@@ -12,9 +12,8 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec import Raw
 
-from specjax.checks import CONTEXT_LENGTH_EXCEEDED, ParameterError, is_integer, short
+from specjax.checks import CONTEXT_LENGTH_EXCEEDED, ParameterError, short
 from specjax.engine.requests import refuse_length
-from specjax.sampling.params import SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -283,18 +282,6 @@ def _check_depth(name: str, value: Any, left: int) -> None:
         raise ApiError(400, f"{name} is nested deeper than {MAX_DEPTH} levels", param=name)
     for item in value.values() if isinstance(value, dict) else value:
         _check_depth(name, item, left - 1)
-
-
-def take_sampling(body: Body, max_tokens: int) -> SamplingParams:
-    """Read sampling parameters from OpenAI's fields; ``max_tokens`` is used if none is sent."""
-    given: dict[str, Any] = {NAMES[name]: body.take(name) for name in NAMES if name in body}
-    given.setdefault("max_new_tokens", max_tokens)
-    if given.get("top_k") == 0 and is_integer(given["top_k"]):
-        given["top_k"] = -1  # vLLM also accepts 0 to turn it off
-    seed = given.get("sampling_seed")
-    if isinstance(seed, int) and -(2**63) <= seed < 0:
-        given["sampling_seed"] = seed % 2**64
-    return SamplingParams(**given)
 
 
 @contextmanager

@@ -11,8 +11,8 @@ from specjax.engine.requests import encode_conversation
 from specjax.sampling.params import SamplingParams
 from specjax.scheduling.loop import Call
 from specjax.scheduling.request import TokenLogprob, new_id
-from specjax.server.answers import Answer, Result, Sent, Tops, chat_logprobs, completion_logprobs
-from specjax.server.fields import INPUTS, ApiError, Body, client_names, finish_fields, take_sampling
+from specjax.server.answers import LEAST, Answer, Result, Sent, Tops, finite
+from specjax.server.fields import INPUTS, NAMES, ApiError, Body, client_names, finish_fields
 from specjax.server.service import MAX_REPORTED, Service
 
 DEFAULT_TOKENS = 16
@@ -76,8 +76,15 @@ def take_shown(body: Body) -> tuple[bool, dict[str, bool]]:
 
 
 def take_params(body: Body, max_tokens: int) -> SamplingParams:
-    """Read sampling parameters; ``best_of`` must equal ``n``."""
-    params = take_sampling(body, max_tokens)
+    """Read sampling parameters from OpenAI's fields; ``max_tokens`` is used if none is sent."""
+    given: dict[str, Any] = {NAMES[name]: body.take(name) for name in NAMES if name in body}
+    given.setdefault("max_new_tokens", max_tokens)
+    if given.get("top_k") == 0 and is_integer(given["top_k"]):
+        given["top_k"] = -1  # vLLM also accepts 0 to turn it off
+    seed = given.get("sampling_seed")
+    if isinstance(seed, int) and -(2**63) <= seed < 0:
+        given["sampling_seed"] = seed % 2**64
+    params = SamplingParams(**given)
     best_of = body.take("best_of", params.n)
     if best_of != params.n or isinstance(best_of, bool):
         message = f"best_of={short(best_of)} must equal n={params.n}; samples are not ranked"
@@ -103,8 +110,24 @@ class CompletionAnswer(Answer):
         return {"text": text}
 
     def logprobs(self, sent: Sent, chosen: Sequence[TokenLogprob], tops: Tops) -> Result:
-        lists, sent.offset = completion_logprobs(self.texts, chosen, tops, sent.offset)
-        return lists
+        """Return lists with an entry per token; the first prompt token has no value."""
+        rows: list[tuple[Any, ...]] = []
+        for i, (value, token, _) in enumerate(chosen):
+            text, data = self.texts.of(token)
+            best: dict[str, float] | None = None
+            if value is not None:
+                value, best = finite(value), {}
+                for top, other, _ in (tops[i] or ()) if tops else ():
+                    assert top is not None
+                    best.setdefault(self.texts.of(other)[0], finite(top))
+                # if two tokens have the same text, the more likely one counts
+                best[text] = max(best.get(text, LEAST), value)
+            rows.append((text, value, best, sent.offset))
+            if not self.texts.is_special(token):
+                # count bytes that begin a character: all except UTF-8 continuation bytes
+                sent.offset += sum(byte & 0xC0 != 0x80 for byte in data)
+        names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+        return {name: [row[i] for row in rows] for i, name in enumerate(names)}
 
     def _prompt(self, index: int) -> str:
         return "" if self.echoed is None else self.echoed[index // self.params.n]
@@ -267,4 +290,16 @@ class ChatAnswer(Answer):
         return {"delta": {"content": text} if text else {}}
 
     def logprobs(self, sent: Sent, chosen: Sequence[TokenLogprob], tops: Tops) -> Result:
-        return chat_logprobs(self.texts, chosen, tops)
+        """Return one entry per completion token."""
+
+        def entry(value: float | None, token: int) -> Result:
+            assert value is not None
+            text, data = self.texts.of(token)
+            return {"token": text, "logprob": finite(value), "bytes": list(data)}
+
+        content = []
+        for i, (value, token, _) in enumerate(chosen):
+            best = (tops[i] or ()) if tops else ()
+            others = [entry(top, other) for top, other, _ in best]
+            content.append(entry(value, token) | {"top_logprobs": others})
+        return {"content": content, "refusal": None}

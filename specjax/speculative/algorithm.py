@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 # Rows hold what a request carries from one round to the next. Every call donates both.
 State = Any
 Rows = Any
+Proposal = tuple[VerifyInput, State]  # the drafted tree, and the new state
 # engine arguments with these prefixes are read only for drafting
 DRAFTING = ("speculative_", "draft", "simulate_")
 
@@ -208,9 +209,7 @@ class SpeculativeAlgorithm(CommonAlgorithm, ABC):
         return state, rows
 
     @abstractmethod
-    def propose(
-        self, batch: Batch, state: State, rows: Rows, shape: DraftShape
-    ) -> tuple[VerifyInput, State]:
+    def propose(self, batch: Batch, state: State, rows: Rows, shape: DraftShape) -> Proposal:
         """Draft a tree of ``shape.nodes`` rows whose root is the bonus token.
 
         If ``batch.draw.reads_confidence`` is set, the tree may have ``confidences``.
@@ -378,9 +377,7 @@ class Plain(SpeculativeAlgorithm):
     def draft_shape(self, args: Any, steps: int | None = None) -> DraftShape:
         return DraftShape.chain(0)
 
-    def propose(
-        self, batch: Batch, state: State, rows: Rows, shape: DraftShape
-    ) -> tuple[VerifyInput, State]:
+    def propose(self, batch: Batch, state: State, rows: Rows, shape: DraftShape) -> Proposal:
         return chain_input(batch.bonus_tokens[:, None], batch.seq_lens), state
 
 

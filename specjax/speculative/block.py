@@ -19,10 +19,10 @@ from specjax.config import MAX_STEPS, BlockConfig
 from specjax.kernels.markov_draft import markov_draft
 from specjax.models.block import BlockDraft
 from specjax.sampling.draw import LEAST_CONFIDENCE, draft_probs, draft_tokens
-from specjax.speculative.algorithm import Batch, PromptChunks, Rows, State
+from specjax.speculative.algorithm import Batch, PromptChunks, Proposal, Rows, State
 from specjax.speculative.drafting import NetworkAlgorithm
 from specjax.speculative.tree import chain_input
-from specjax.types import DraftShape, VerifyInput, VerifyOutput
+from specjax.types import DraftShape, VerifyOutput
 
 
 @dataclass(frozen=True)
@@ -96,9 +96,7 @@ class Block(NetworkAlgorithm):
         """Write the prompt's keys and values, projected from the target's features."""
         return batch.draft.store(features, chunks.positions, state, chunks.attend.store), rows
 
-    def propose(
-        self, batch: Batch, state: State, rows: Rows, shape: DraftShape
-    ) -> tuple[VerifyInput, State]:
+    def propose(self, batch: Batch, state: State, rows: Rows, shape: DraftShape) -> Proposal:
         roots, lens, draft = batch.bonus_tokens[:, None], batch.seq_lens, batch.draft
         if shape.steps == 0:
             return chain_input(roots, lens), state

@@ -18,7 +18,7 @@ from specjax.checkpoints.target import TargetCheckpoint
 from specjax.config import DraftConfig
 from specjax.models.eagle import Eagle3Head, build_head
 from specjax.models.flat import Networks
-from specjax.speculative.algorithm import Batch, PromptChunks, State, StateSizes
+from specjax.speculative.algorithm import Batch, PromptChunks, Proposal, State, StateSizes
 from specjax.speculative.drafting import (
     DraftInput,
     NetworkAlgorithm,
@@ -29,7 +29,7 @@ from specjax.speculative.drafting import (
     first_level,
 )
 from specjax.speculative.future_map import FutureMap
-from specjax.types import DraftShape, VerifyInput, VerifyOutput
+from specjax.types import DraftShape, VerifyOutput
 
 
 @dataclass(frozen=True)
@@ -127,9 +127,7 @@ class Eagle(NetworkAlgorithm):
         hidden, state = draft_masked(batch, state, lens, hidden[0][:, None], rows.topk)
         return state, masked_levels(batch, hidden, lens, rows.topk)
 
-    def propose(
-        self, batch: Batch, state: State, rows: DraftInput, shape: DraftShape
-    ) -> tuple[VerifyInput, State]:
+    def propose(self, batch: Batch, state: State, rows: DraftInput, shape: DraftShape) -> Proposal:
         """Draft from the first level in ``rows``; each further level takes one pass of the draft.
 
         With a P-EAGLE head, the rows already hold the whole chain.

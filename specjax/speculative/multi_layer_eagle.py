@@ -26,10 +26,10 @@ from specjax.checkpoints.target import TargetCheckpoint
 from specjax.models.eagle import MtpHead
 from specjax.models.flat import Networks
 from specjax.models.layers import pick_row
-from specjax.speculative.algorithm import Batch, PromptChunks, State, StateSizes
+from specjax.speculative.algorithm import Batch, PromptChunks, Proposal, State, StateSizes
 from specjax.speculative.drafting import NetworkAlgorithm, chain_token, drafted_chain
 from specjax.speculative.future_map import FutureMap
-from specjax.types import DraftShape, VerifyInput, VerifyOutput
+from specjax.types import DraftShape, VerifyOutput
 
 
 @jax.tree_util.register_dataclass
@@ -140,9 +140,7 @@ class MultiLayerEagle(NetworkAlgorithm):
         lens = chunks.positions[0, last] + 1
         return state, next_input(batch, jnp.stack(newest, axis=1), lens)
 
-    def propose(
-        self, batch: Batch, state: State, rows: ModuleInput, shape: DraftShape
-    ) -> tuple[VerifyInput, State]:
+    def propose(self, batch: Batch, state: State, rows: ModuleInput, shape: DraftShape) -> Proposal:
         """Begin with the draft in ``rows``; each further draft takes a pass of one module."""
         num_proposed = jnp.where(rows.first_probs > 0, jnp.int32(shape.steps), 0)
         scores = [rows.first_probs]

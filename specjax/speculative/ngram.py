@@ -19,7 +19,7 @@ from specjax.config import MAX_NODES
 from specjax.json_file import read_json_lines
 from specjax.models.family import Recipes
 from specjax.models.flat import FlatModel
-from specjax.speculative.algorithm import Batch, Rows, SpeculativeAlgorithm, State
+from specjax.speculative.algorithm import Batch, Proposal, Rows, SpeculativeAlgorithm, State
 from specjax.speculative.ngram_match import (
     from_corpus,
     from_history,
@@ -28,7 +28,7 @@ from specjax.speculative.ngram_match import (
     ngram_tree,
 )
 from specjax.speculative.tree import chain_input
-from specjax.types import DraftShape, VerifyInput
+from specjax.types import DraftShape
 
 SEPARATOR = -1
 
@@ -270,9 +270,7 @@ class Ngram(SpeculativeAlgorithm):
 
     # traced
 
-    def propose(
-        self, batch: Batch, state: State, rows: Rows, shape: DraftShape
-    ) -> tuple[VerifyInput, State]:
+    def propose(self, batch: Batch, state: State, rows: Rows, shape: DraftShape) -> Proposal:
         """Draft a tree for each request; without a match, nothing is proposed."""
         if shape.steps == 0:
             return chain_input(batch.bonus_tokens[:, None], batch.seq_lens), state

@@ -16,10 +16,10 @@ from jax import Array
 from specjax.checkpoints.draft import open_draft_model
 from specjax.checkpoints.target import TargetCheckpoint
 from specjax.models.decoder import DraftLM
-from specjax.speculative.algorithm import Batch, PromptChunks, Rows, State
+from specjax.speculative.algorithm import Batch, PromptChunks, Proposal, Rows, State
 from specjax.speculative.drafting import NetworkAlgorithm, check_topk, draft_levels, first_level
 from specjax.speculative.tree import chain_input
-from specjax.types import DraftShape, VerifyInput, VerifyOutput
+from specjax.types import DraftShape, VerifyOutput
 
 
 @dataclass(frozen=True)
@@ -71,9 +71,7 @@ class Standalone(NetworkAlgorithm):
         _, _, state = batch.draft(chunks.tokens, chunks.positions, state, chunks.attend)
         return state, rows
 
-    def propose(
-        self, batch: Batch, state: State, rows: Rows, shape: DraftShape
-    ) -> tuple[VerifyInput, State]:
+    def propose(self, batch: Batch, state: State, rows: Rows, shape: DraftShape) -> Proposal:
         """Run the draft over the last two tokens, and then once per level except the last."""
         if shape.steps == 0:
             return chain_input(batch.bonus_tokens[:, None], batch.seq_lens), state

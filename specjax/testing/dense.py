@@ -17,11 +17,19 @@ from specjax.config import ModelConfig
 from specjax.kernels.draw_tokens import position_noise
 from specjax.models.decoder import CausalLM
 from specjax.models.flat import FlatModel, Weights
-from specjax.models.layers import dense_attend
+from specjax.models.layers import dense_attention, rotated
 from specjax.sampling.params import SamplingParams
 from specjax.testing.models import TARGET
 
 WIDTH = 128  # maximum length of a text, in tokens
+
+
+@rotated
+def dense_attend(
+    kv: Any, layer: int, q: jax.Array, k: jax.Array, v: jax.Array
+) -> tuple[Any, jax.Array]:
+    """Causal attention over the given tokens, without KV storage."""
+    return kv, dense_attention(q, k, v, is_causal=True)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,10 +19,11 @@ from specjax.models import registry
 from specjax.models.decoder import CausalLM
 from specjax.models.family import Family, alike
 from specjax.models.flat import FlatModel
-from specjax.models.layers import LayerKind, dense_attend, rotated
+from specjax.models.layers import LayerKind, rotated
 from specjax.models.registry import layer_kinds
 from specjax.models.weights import QuantArray, dot, take_outputs
 from specjax.testing import TARGET
+from specjax.testing.dense import dense_attend
 
 from ..checkpoints.files import (
     CONFIG,

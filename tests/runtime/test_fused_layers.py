@@ -12,9 +12,9 @@ from specjax.kv.pages import PageView
 from specjax.models.block import BlockDraft
 from specjax.models.decoder import CausalLM
 from specjax.models.flat import FlatModel, Weights
-from specjax.models.layers import dense_attend
 from specjax.speculative.algorithm import kv_pool
 from specjax.testing import BLOCK, TARGET, random_weights
+from specjax.testing.dense import dense_attend
 
 WIDE = replace(TARGET, hidden_size=128, intermediate_size=256, num_layers=2, head_dim=32)
 

@@ -7,21 +7,21 @@ from pathlib import Path
 
 import pytest
 
+from specjax.sampling.params import SamplingParams
 from specjax.server import fields, routes
-from specjax.server.answers import (
-    LEAST,
-    chat_logprobs,
-    completion_logprobs,
-    speculative_metrics,
-    usage,
-)
+from specjax.server.answers import LEAST, Answer, Sent, speculative_metrics, usage
 from specjax.server.app import make_app
 from specjax.server.native import NativeAnswer
+from specjax.server.openai import ChatAnswer, CompletionAnswer
 from specjax.text.completion import TokenTexts
 
 from ..text.test_token_texts import byte_tokenizer
 
 DOCS = (Path(__file__).parents[2] / "docs" / "server.md").read_text()
+
+
+def answer(kind: type[Answer], texts: TokenTexts) -> Answer:
+    return kind(id="", model="", texts=texts, params=SamplingParams(), prompt_ids=[])
 
 
 def test_offsets_count_characters_of_the_text() -> None:
@@ -30,20 +30,24 @@ def test_offsets_count_characters_of_the_text() -> None:
     ids = [*tokenizer.encode("a€b"), 256, ord("c")]
     chosen = [(None, ids[0], None), *((-1.0, i, None) for i in ids[1:])]
     tops = [None, *([(-0.5, ord("x"), None), (-1.0, i, None)] for i in ids[1:])]
-    lists, offset = completion_logprobs(texts, chosen, tops, 10)
+    completion, sent = answer(CompletionAnswer, texts), Sent(offset=10)
+    lists = completion.logprobs(sent, chosen, tops)
     assert lists["text_offset"] == [10, 11, 12, 12, 12, 13, 13]
-    assert offset == 14
+    assert sent.offset == 14
     assert lists["top_logprobs"][0] is None
     assert lists["top_logprobs"][-1] == {"x": -0.5, "c": -1.0}
-    more, _ = completion_logprobs(texts, chosen, (), 0)
+    more = completion.logprobs(Sent(), chosen, ())
     assert more["top_logprobs"][1:] == [{texts.of(i)[0]: -1.0} for i in ids[1:]]
 
 
 def test_infinity_is_not_json() -> None:
     texts, triple = TokenTexts(byte_tokenizer()), (-math.inf, 97, None)
-    lists, _ = completion_logprobs(texts, [triple], [[triple]], 0)
+    lists, chat = (
+        answer(kind, texts).logprobs(Sent(), [triple], [[triple]])
+        for kind in (CompletionAnswer, ChatAnswer)
+    )
     assert lists["token_logprobs"] == [LEAST]
-    assert chat_logprobs(texts, [triple], [[triple]])["content"][0]["logprob"] == LEAST
+    assert chat["content"][0]["logprob"] == LEAST
     meta = {"output_token_logprobs": [triple], "output_top_logprobs": [[triple], None]}
     whole = NativeAnswer(False, True, None).whole([{"meta_info": meta}])
     assert json.loads(whole)["meta_info"]["output_token_logprobs"] == [[LEAST, 97, None]]

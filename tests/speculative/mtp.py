@@ -12,10 +12,11 @@ import numpy as np
 from specjax.models.decoder import CausalLM
 from specjax.models.eagle import MtpHead
 from specjax.models.flat import FlatModel, Weights
-from specjax.models.layers import dense_attend, dense_attention, rotated
+from specjax.models.layers import dense_attention, rotated
 from specjax.runtime.runner import ModelRunner
 from specjax.speculative.multi_layer_eagle import MULTI_LAYER_EAGLE
 from specjax.testing import TARGET, random_weights
+from specjax.testing.dense import dense_attend
 
 from ..runners import chains, copied_weights, runner_config
 
