@@ -49,20 +49,14 @@ class Pulse:
 
 @dataclass(frozen=True, kw_only=True)
 class Terms:
-    """Settings of one side for all of its channels.
+    """Settings of one side for all of its channels."""
 
-    Attributes:
-        hello: makes this side's hello; called for each channel.
-        secret: shared by both sides; may be empty on loopback addresses only.
-        max_bytes: maximum bytes of all arrays in a received message.
-        opened: called with each new channel, before any message. Returns two functions: ``deliver``
-            is called with each message in order, and ``lost`` once at the end, with the reason.
-            Raises ValueError to refuse the peer. All calls come from the same thread.
-    """
-
-    hello: Callable[[], Hello]
-    secret: str = field(repr=False)
-    max_bytes: int
+    hello: Callable[[], Hello]  # makes this side's hello; called for each channel
+    secret: str = field(repr=False)  # shared by both sides; may be empty on loopback addresses only
+    max_bytes: int  # maximum bytes of all arrays in a received message
+    # Called with each new channel, before any message. Returns two functions: ``deliver`` is called
+    # with each message in order, and ``lost`` once at the end, with the reason. Raises ValueError
+    # to refuse the peer. All calls come from the same thread.
     opened: Callable[["Channel"], tuple[Deliver, Lost]]
     pulse: Pulse = Pulse()
 
@@ -83,18 +77,13 @@ class Bell:
 
 
 class Channel:
-    """One side's end of a connection; thread-safe.
-
-    Attributes:
-        hello: the peer's hello.
-        reason: why the connection has ended; ``None`` while it is open.
-    """
+    """One side's end of a connection; thread-safe."""
 
     def __init__(
         self, hello: Hello, bell: Bell, queue: Callable[["Channel", Message, Sent | None], None]
     ) -> None:
-        self.hello = hello
-        self.reason: Exception | None = None
+        self.hello = hello  # the peer's
+        self.reason: Exception | None = None  # why the connection has ended
         self._bell = bell
         self._queue = queue
         self._lost: Lost | None = None

@@ -47,30 +47,19 @@ class Hello(_Struct, frozen=True):
 
 
 class Job(_Struct, frozen=True):
-    """Request from the decode side to prefill a prompt and send its KV rows.
+    """Request from the decode side to prefill a prompt and send its KV rows."""
 
-    Attributes:
-        id: identifies the job in all messages of this connection.
-        rid: the request's id, for logs and traces.
-        input_ids: i32 [n], the whole prompt.
-        start: first token whose KV rows are needed; the decode side has the earlier ones.
-        params: sampling parameters as JSON values.
-        top_logprobs: top tokens to return per token; ``None`` for no log-probabilities.
-        logprob_start_len: first prompt token to return log-probabilities for; ``None`` for none.
-        timeout: seconds until the job is no longer needed; ``None`` for no limit.
-    """
-
-    id: Natural
-    rid: str
-    input_ids: Array
-    start: Natural
-    params: dict[str, Any]
+    id: Natural  # identifies the job in all messages of this connection
+    rid: str  # the request's id, for logs and traces
+    input_ids: Array  # i32 [n], the whole prompt
+    start: Natural  # first token whose KV rows are needed; the decode side has the earlier ones
+    params: dict[str, Any]  # sampling parameters as JSON values
     seed: Natural
     end_token_ids: list[Natural]
-    top_logprobs: int | None
-    logprob_start_len: int | None
+    top_logprobs: int | None  # top tokens to return per token; ``None`` for no log-probabilities
+    logprob_start_len: int | None  # first prompt token to return log-probabilities for
     return_hidden_states: bool
-    timeout: float | None
+    timeout: float | None  # seconds until the job is no longer needed; ``None`` for no limit
 
 
 class Cancel(_Struct, frozen=True):
@@ -89,26 +78,17 @@ class Piece(_Struct, frozen=True):
 
 
 class Prefilled(_Struct, frozen=True):
-    """End of a job: the prompt is prefilled and all its pieces were sent.
-
-    Attributes:
-        weights: fingerprint of the weights that computed the whole prompt.
-        logprobs: log-probability of the first token, then top tokens and their values.
-        hidden: hidden states of the prompt's last token.
-        rows: inputs of the first round in addition to the token.
-        cached_tokens: prompt tokens that the prefill side served from its prefix cache.
-        seconds: time from the job's arrival at the prefill side to its first token.
-    """
+    """End of a job: the prompt is prefilled and all its pieces were sent."""
 
     id: Natural
-    weights: str
+    weights: str  # fingerprint of the weights that computed the whole prompt
     token: Natural
-    logprobs: tuple[Array, ...] | None
-    hidden: Array | None
-    rows: tuple[Array, ...] | None
+    logprobs: tuple[Array, ...] | None  # of the token, then top tokens and their values
+    hidden: Array | None  # hidden states of the prompt's last token
+    rows: tuple[Array, ...] | None  # inputs of the first round in addition to the token
     prompt_logprobs: tuple[Array, ...] | None
-    cached_tokens: Natural
-    seconds: float
+    cached_tokens: Natural  # prompt tokens that the prefill side served from its prefix cache
+    seconds: float  # time from the job's arrival at the prefill side to its first token
 
 
 class Refused(_Struct, frozen=True):

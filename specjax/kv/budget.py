@@ -97,9 +97,6 @@ class PageBudget:
         writes: maximum KV write of a dispatch.
         set_pages: called with (slot, pages, first), writes a slot's page table from ``first`` on.
         lookahead: passed to the prefix cache; ``None`` disables sharing.
-
-    Attributes:
-        cache: the prefix cache, which owns shared pages; empty without sharing.
     """
 
     def __init__(
@@ -110,6 +107,7 @@ class PageBudget:
         lookahead: int | None,
     ) -> None:
         self._allocator = allocator
+        # owns shared pages; empty without sharing
         self.cache = PrefixCache(allocator, lookahead=lookahead or 0)
         self._is_sharing = lookahead is not None
         self._writes = writes

@@ -49,12 +49,9 @@ class NewTokens:
 
 
 class LogitProcessor(ABC):
-    """Changes the logits at every node of a verified tree.
+    """Changes the logits at every node of a verified tree."""
 
-    Attributes:
-        needs_history: whether it needs the complete history after a prefix-cache hit; state does.
-    """
-
+    # whether it needs the complete history after a prefix-cache hit; state does
     needs_history: ClassVar[bool] = True
 
     # host side

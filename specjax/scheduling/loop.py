@@ -37,13 +37,6 @@ class Call:
     """Requests that one caller submits together. Outputs have the order of the requests.
 
     Only the loop's thread writes the attributes, except ``is_pending``.
-
-    Attributes:
-        deliver: set before the call is submitted; the loop's thread passes items to it. A stream
-            delivers lists of outputs. The last item is an exception to raise, or ``None`` if all
-            requests have ended. ``deliver`` returns ``False`` if the caller is gone.
-        is_pending: delivered outputs have not been taken yet. Later outputs then wait for a later
-            step, so that a slow reader gets fewer outputs instead of a backlog.
     """
 
     requests: Sequence[Request]  # checked by `Scheduler.check`
@@ -52,8 +45,12 @@ class Call:
     text_only: bool = False  # outputs of running requests contain only the text
     is_batch: bool = False  # the caller gets a list, and each output has its ``index`` in it
     groups: Sequence[str] = ()  # for each request, a second id for aborting it; may be shared
+    # Set before the call is submitted; the loop's thread passes items to it. A stream delivers
+    # lists of outputs. The last item is an exception to raise, or ``None`` if all requests have
+    # ended. Returns ``False`` if the caller is gone.
     deliver: Callable[[Item], bool | None] = field(init=False)
     is_over: bool = field(default=False, init=False)  # the last item has been delivered
+    # delivered outputs have not been taken yet: later ones wait, so that a slow reader gets fewer
     is_pending: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:

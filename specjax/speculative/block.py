@@ -27,14 +27,10 @@ from specjax.types import DraftShape, VerifyOutput
 
 @dataclass(frozen=True)
 class Block(NetworkAlgorithm):
-    """Drafts a chain in one pass. Its KV pool is the only state, and rows are empty.
-
-    Attributes:
-        has_markov: whether a Markov head adjusts the logits of each draft to the previous draft.
-    """
+    """Drafts a chain in one pass. Its KV pool is the only state, and rows are empty."""
 
     network: ClassVar[Any] = BlockDraft
-    has_markov: bool
+    has_markov: bool  # whether a Markov head adjusts the logits of each draft to the previous draft
 
     # host side
 

@@ -35,17 +35,11 @@ SEPARATOR = -1
 
 @dataclass(frozen=True)
 class CorpusConfig:
-    """The sizes of a corpus; compiled functions depend on them.
+    """The sizes of a corpus; compiled functions depend on them."""
 
-    Attributes:
-        num_tokens: N, number of tokens in all documents, including separators.
-        num_places: P, number of positions that are followed by a token.
-        window: number of tokens by which positions are sorted.
-    """
-
-    num_tokens: int
-    num_places: int
-    window: int
+    num_tokens: int  # N, number of tokens in all documents, including separators
+    num_places: int  # P, number of positions that are followed by a token
+    window: int  # number of tokens by which positions are sorted
 
 
 @dataclass(frozen=True)
@@ -178,20 +172,13 @@ class CorpusTable(nnx.Module):
 
 @dataclass(frozen=True)
 class Ngram(SpeculativeAlgorithm):
-    """Drafts trees of tokens that followed earlier matches. It has no state and no rows.
-
-    Attributes:
-        window: minimum and maximum number of tokens to match at the end of the text.
-        breadth: maximum number of matches whose continuations form a tree.
-        by_frequency: whether to prefer frequent continuations over recent ones.
-        has_corpus: whether to search a corpus in addition to the text.
-    """
+    """Drafts trees of tokens that followed earlier matches. It has no state and no rows."""
 
     needs_history: ClassVar[bool] = True
-    window: tuple[int, int] = (1, 12)
-    breadth: int = 10
-    by_frequency: bool = False
-    has_corpus: bool = False
+    window: tuple[int, int] = (1, 12)  # minimum and maximum tokens to match at the end of the text
+    breadth: int = 10  # maximum number of matches whose continuations form a tree
+    by_frequency: bool = False  # whether to prefer frequent continuations over recent ones
+    has_corpus: bool = False  # whether to search a corpus in addition to the text
 
     # host side
 
