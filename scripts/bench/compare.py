@@ -23,7 +23,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from tqdm import tqdm
 
@@ -71,13 +71,7 @@ COLUMNS = (
     ("equal", "equal_share", ".3f"),
 )
 Phases = Mapping[str, Sequence[list[int]]]
-
-
-class PhaseRun(NamedTuple):
-    """Duration and results of one run of a phase."""
-
-    seconds: float
-    outputs: list[dict[str, Any]]
+PhaseRun = tuple[float, list[dict[str, Any]]]  # seconds and results of one run of a phase
 
 
 def parse_arguments(name: str, argv: Sequence[str]) -> argparse.Namespace:
@@ -136,7 +130,7 @@ def answer(
     sampling = [shared | {"sampling_seed": args.seed + i} for i in range(len(prompts))]
     started = time.perf_counter()
     outputs = engine.generate(input_ids=prompts, sampling_params=sampling)
-    return PhaseRun(time.perf_counter() - started, outputs)
+    return time.perf_counter() - started, outputs
 
 
 def measure(
@@ -166,7 +160,7 @@ def measure(
 
 
 def ids_of(runs: Sequence[PhaseRun]) -> list[list[int]]:
-    return [output["output_ids"] for run in runs for output in run.outputs]
+    return [output["output_ids"] for _, outputs in runs for output in outputs]
 
 
 def metrics(
@@ -177,10 +171,10 @@ def metrics(
     ``equal_share`` is the share of requests whose tokens equal ``reference``. ``mean_latency``
     starts when a request is admitted. Without speculation, a round is one token.
     """
-    totals = [sum(run.seconds for run in runs) for runs in repeats]
+    totals = [sum(seconds for seconds, _ in runs) for runs in repeats]
     seconds = statistics.median_low(totals)
     runs = repeats[totals.index(seconds)]
-    metas = [output["meta_info"] for run in runs for output in run.outputs]
+    metas = [output["meta_info"] for _, outputs in runs for output in outputs]
     tokens = sum(meta["completion_tokens"] for meta in metas)
     by_steps: Counter[str] = Counter()
     for meta in metas:

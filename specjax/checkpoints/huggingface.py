@@ -270,7 +270,10 @@ def _eagle3_values(head: _Head) -> dict[str, Any]:
         raise ValueError(f"{head.path}: use_aux_hidden_state=false is not supported")
     meaning = f"{len(layers)} features of the target's hidden_size={target.hidden_size}"
     check_fc(head.source, len(layers) * target.hidden_size, meaning)
-    vocab_size = _draft_vocab_size(head)
+    infos = head.source.infos
+    stored = [infos[name].shape for name in ("d2t", "lm_head.weight") if name in infos]
+    found = [*(next(iter(shape), 0) for shape in stored), target.vocab_size]
+    vocab_size = head.layer.get("draft_vocab_size", Size, found[0])
     sizes = (
         f"draft_vocab_size={vocab_size} of {target.vocab_size}, hidden_size={head.hidden_size} "
         f"(target {target.hidden_size})"
@@ -338,11 +341,3 @@ def _feature_layers(head: _Head) -> tuple[int, ...]:
         where = f"the default for {head.target.num_layers} layers, {layers}"
     check_feature_layers(head.path, layers, f"feature layers {where}", head.target)
     return layers
-
-
-def _draft_vocab_size(head: _Head) -> int:
-    """Return the configured size, by default that of the tensors, or else the target's."""
-    infos = head.source.infos
-    stored = [infos[name].shape for name in ("d2t", "lm_head.weight") if name in infos]
-    sizes = [*(next(iter(shape), 0) for shape in stored), head.target.vocab_size]
-    return head.layer.get("draft_vocab_size", Size, sizes[0])

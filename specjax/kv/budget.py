@@ -3,10 +3,9 @@
 Between any two calls, every page except the padding page is free, owned by the prefix cache, or
 owned by exactly one holding (its ``pages`` after the first ``num_shared``).
 
-Holdings grow on demand. Before a dispatch, each has pages for the maximum KV write of its unread
-rounds and of this dispatch. Any change uploads the page tables, so all holdings grow together. If
-there are enough pages, they get those for up to ``GROW_DISPATCHES`` dispatches. A holding keeps
-pages that it does not need until an admission or another holding needs them.
+Before a dispatch, each holding has pages for the maximum KV write of its unread rounds and of this
+dispatch. Any change uploads the page tables, so all holdings grow together, and if there are enough
+pages, for up to ``GROW_DISPATCHES`` dispatches. They keep pages until others need them.
 """
 
 from collections.abc import Callable, Sequence

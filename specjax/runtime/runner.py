@@ -262,10 +262,7 @@ class ModelRunner:
         return self._dispatched(out, [chunk.slot for chunk in chunks if chunk.following is None])
 
     def watch_rounds(self, watch: Watch | None) -> None:
-        """Call ``watch`` with the drafts and accepted tokens of each later round; ``None`` stops.
-
-        Tokens stay the same, but a round takes three dispatches, and ``watch`` delays the next one.
-        """
+        """Call ``watch`` as :meth:`specjax.Engine.watch_rounds` describes; ``None`` stops."""
         self._watch = watch
 
     def round(self, slots: Sequence[int], tier: DraftShape | None = None) -> Dispatched:

@@ -75,7 +75,7 @@ def test_a_summary_has_the_mean_over_requests_and_the_pooled_length() -> None:
 def test_a_comparison_uses_the_median_repeat_and_excludes_plain_rounds_from_the_length() -> None:
     def run(seconds: float, *metas: dict[str, Any]) -> Any:
         outputs = [{"meta_info": one, "output_ids": [1]} for one in metas]
-        return compare.PhaseRun(seconds, outputs)
+        return seconds, outputs
 
     runs = [run(2.0, meta(10, 4), meta(20, 4, plain=6)), run(3.0, meta(10, 4, plain=9))]
     repeats = [[run(9.0, meta(1, 1))], runs, [run(1.0, meta(1, 1))]]
