@@ -1,9 +1,10 @@
 """Checks of user input; a bool is neither an integer nor a number."""
 
 import math
+from functools import cache
 from operator import ge, gt, le, lt
 from reprlib import Repr
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
 import msgspec
 from msgspec import Meta, inspect
@@ -97,6 +98,12 @@ def check_number(name: str, value: Any, **limits: float) -> float:
         limit = missed[0] if missed else None
         raise refused(name, value, f"must be {' and '.join(words)}", limit)
     return float(value)
+
+
+@cache
+def annotations(cls: type) -> dict[str, Any]:
+    """The type hints of a class, with the limits that they state."""
+    return get_type_hints(cls, include_extras=True)
 
 
 def convert(name: str, value: Any, kind: Any) -> Any:

@@ -5,13 +5,12 @@ import re
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias, get_type_hints
+from typing import Annotated, Any, TypeAlias
 
 from msgspec import Meta
 
-from specjax.checks import Natural, Positive, check_integer, convert, refused, short
+from specjax.checks import Natural, Positive, annotations, check_integer, convert, refused, short
 from specjax.json_file import parse_json, read_json
 from specjax.types import DraftShape
 
@@ -56,18 +55,13 @@ class AdaptiveSlot:
 _KEYS = tuple(f.name for f in fields(AdaptiveSlot) if f.name not in ("min_batch_size", "tiers"))
 
 
-@cache
-def _annotations() -> dict[str, Any]:
-    return get_type_hints(AdaptiveSlot, include_extras=True)
-
-
 def _check(name: str, value: Any) -> Any:
     if name == "policy":
         if value not in tuple(DEFAULT_CANDIDATES):
             raise refused(name, value, f"must be one of {sorted(DEFAULT_CANDIDATES)}")
         return value
     if name != "candidate_steps":
-        return convert(name, value, _annotations()[name])
+        return convert(name, value, annotations(AdaptiveSlot)[name])
     if not isinstance(value, Sequence) or isinstance(value, str | bytes) or not value:
         raise refused(name, value, "must be a non-empty list of integers")
     return tuple(sorted({check_integer(f"{name}={value!r}: a step", v, at_least=0) for v in value}))

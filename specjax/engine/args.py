@@ -3,15 +3,15 @@
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property, wraps
+from functools import cached_property, wraps
 from os import PathLike
 from types import NoneType
-from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, TypeVar, get_args, get_origin
 
 from msgspec import Meta
 
 from specjax.adaptive.config import AdaptiveConfig, load_adaptive_config
-from specjax.checks import Natural, Positive, convert, is_integer, refused
+from specjax.checks import Natural, Positive, annotations, convert, is_integer, refused
 from specjax.config import MAX_STEPS
 from specjax.disaggregation.address import check_secret
 from specjax.sampling.accept_draws import Acceptance
@@ -228,7 +228,7 @@ class EngineArgs:
     simulate_acceptance: Share | None = None
 
     def __post_init__(self) -> None:
-        for name, hint in _annotations().items():
+        for name, hint in annotations(EngineArgs).items():
             _check_type(name, getattr(self, name), hint)
         for name, known in CHOICES.items():
             if (value := getattr(self, name)) not in known:
@@ -357,8 +357,3 @@ def _check_type(name: str, value: Any, hint: Any) -> None:
     elif not isinstance(value, tuple(kinds)):
         names = " or ".join(kind.__name__ for kind in kinds if kind is not NoneType)
         raise refused(name, value, f"must be of type {names}")
-
-
-@cache
-def _annotations() -> dict[str, Any]:
-    return get_type_hints(EngineArgs, include_extras=True)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cache, cached_property
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any
 
 import numpy as np
 from msgspec import Meta
@@ -12,6 +12,7 @@ from specjax.checks import (
     Natural,
     ParameterError,
     Positive,
+    annotations,
     check_integer,
     check_number,
     convert,
@@ -197,7 +198,5 @@ class SamplingParams:
 @cache
 def _kinds() -> dict[str, Any]:
     """The type hints that fully describe the values that their parameter may have."""
-    hints = get_type_hints(SamplingParams, include_extras=True)
-    return {
-        name: hint for name, hint in hints.items() if hint is bool or hasattr(hint, "__metadata__")
-    }
+    hints = annotations(SamplingParams).items()
+    return {name: hint for name, hint in hints if hint is bool or hasattr(hint, "__metadata__")}

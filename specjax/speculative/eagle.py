@@ -72,12 +72,9 @@ class Eagle(NetworkAlgorithm):
         if config.mask_token_id is not None:  # a chain, stored with levels instead of branches
             topk = sizes.shape.depth
             hidden = slots, topk, config.hidden_size
-        fields: dict[str, Any] = {
-            "topk_probs": jax.ShapeDtypeStruct((slots, topk), jnp.dtype(jnp.float32)),
-            "topk_ids": jax.ShapeDtypeStruct((slots, topk), jnp.dtype(jnp.int32)),
-            "hidden": jax.ShapeDtypeStruct(hidden, config.dtypes.activations),
-        }
-        return DraftInput(**fields)
+        make: Any = jax.ShapeDtypeStruct
+        probs, ids = (make((slots, topk), dtype) for dtype in (jnp.float32, jnp.int32))
+        return DraftInput(probs, ids, make(hidden, config.dtypes.activations))
 
     @property
     def lookahead(self) -> int:

@@ -87,10 +87,9 @@ class MultiLayerEagle(NetworkAlgorithm):
     def abstract_rows(self, networks: Networks, sizes: StateSizes) -> ModuleInput:
         config, slots = networks.draft_config, sizes.num_slots
         states = (slots, config.num_layers, config.hidden_size)
-        ints: Any = jax.ShapeDtypeStruct((slots,), jnp.dtype(jnp.int32))
-        hidden: Any = jax.ShapeDtypeStruct(states, config.dtypes.activations)
-        floats: Any = jax.ShapeDtypeStruct((slots,), jnp.dtype(jnp.float32))
-        return ModuleInput(ints, floats, hidden)
+        make: Any = jax.ShapeDtypeStruct
+        ids, probs = (make((slots,), dtype) for dtype in (jnp.int32, jnp.float32))
+        return ModuleInput(ids, probs, make(states, config.dtypes.activations))
 
     @property
     def lookahead(self) -> int:
