@@ -190,10 +190,7 @@ class KVTransfer:
         self.widths = (FEW_TOKENS, MOST_TOKENS)
         state = runner.abstract_state
         self._rows = jax.eval_shape(take_first, state, self._place.ints())
-        self._forms: dict[str, Any] = {
-            "axes": self._axes,
-            "implementation": runner.config.implementation,
-        }
+        self._forms: Any = {"axes": self._axes, "implementation": runner.config.implementation}
         take = partial(take_rows, **self._forms)
         ints = self._place.ints
         self._kv = {w: jax.eval_shape(take, state.pools, ints(w)) for w in self.widths}

@@ -26,11 +26,7 @@ from specjax.speculative.round import (
 )
 from specjax.types import DraftShape, RoundOutput, VerifyInput, VerifyOutput
 
-STAGES: dict[str, Callable[..., Any]] = {
-    "draft": draft_stage,
-    "verify": verify_stage,
-    "extend": extend_stage,
-}
+STAGES: dict[str, Any] = {"draft": draft_stage, "verify": verify_stage, "extend": extend_stage}
 Key = tuple[str, ...] | tuple[str, int] | tuple[str, DraftShape, int]
 # key in the compile pool, jitted function, abstract arguments, XLA options
 Job = tuple[Key, Any, tuple[Any, ...], CompilerOptions]
