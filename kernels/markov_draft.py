@@ -17,15 +17,17 @@ from jax.experimental import pallas as pl
 from specjax.kernels.backend import load, power_of_two, resolve, triton_call
 from specjax.kernels.tree_attention import row_dot
 
-# requests and tokens per tile, and the maximum of programs per tile of requests: about one for
-# each multiprocessor, as each of them reads all parts of the launch before
-ROWS, BLOCK, MAX_PARTS = (16, 32), 512, 128
-TILE_BYTES = 2**16  # of the output matrix, at most; shared memory holds it
+# requests per tile, and tokens per tile at most
+ROWS, MAX_BLOCK = (16, 32), 512
+# programs per tile of requests: one for each multiprocessor of an H100 or H200. Each reads what all
+# programs of the launch before it found
+PARTS = 132
+TILE_BYTES = 2**16  # of the output matrix, at most; shared memory holds two tiles
 
 
 def supports(rank: int) -> bool:
     """Whether the Pallas kernel supports a Markov head of this rank."""
-    return rank % 16 == 0
+    return rank % 16 == 0 and rank <= 1024
 
 
 def _reference(
@@ -50,51 +52,55 @@ def specjax_markov_draft(
     *refs: Any,
     rows: int,
     block: int,
-    ranks: int,
+    count: int,
 ) -> None:
-    """Kernel body: a program finds the best tokens of some requests in some blocks of tokens."""
+    """Kernel body: a program finds the best tokens of some requests in ``count`` blocks of tokens.
+
+    Addresses of adjacent tokens must be visibly adjacent: indices that were clipped to the
+    vocabulary would be read one by one, so loads are masked instead.
+    """
     ids_ref, (best_ref, tokens_ref) = refs[:-2], refs[-2:]
     requests = pl.program_id(0) * rows + jnp.arange(rows, dtype=jnp.int32)
-    part, num_parts, vocab_size = pl.program_id(1), pl.num_programs(1), logits_ref.shape[2]
+    part, num_parts = pl.program_id(1), before_ref.shape[1]
+    (_, _, vocab_size), rank = logits_ref.shape, embedding_ref.shape[1]
     nobody = jnp.int32(2**31 - 1)
 
-    def first(values: Array, tokens: Array, best: Array) -> Array:
-        # the lowest token of equal ones; NaN does not equal any value
+    def first(values: Array, tokens: Array) -> tuple[Array, Array]:
+        # the highest value, and the lowest token of equal ones; NaN does not equal any value
+        best = jnp.max(values, axis=1)
         found = jnp.min(jnp.where(values == best[:, None], tokens, nobody), axis=1)
-        return jnp.where(found == nobody, 0, found)
+        return best, jnp.where(found == nobody, 0, found)
 
-    parts = jnp.arange(power_of_two(before_ref.shape[1]), dtype=jnp.int32)
-    at = requests[:, None], jnp.minimum(parts, before_ref.shape[1] - 1)[None]
+    parts = jnp.arange(power_of_two(num_parts), dtype=jnp.int32)
+    at = requests[:, None], jnp.minimum(parts, num_parts - 1)[None]
     # the last part may be repeated, which does not change the best
-    values = load(before_ref.at[at])
-    previous = first(values, load(before_tokens_ref.at[at]), jnp.max(values, axis=1))
-    read = jnp.minimum(requests, logits_ref.shape[0] - 1)[:, None]
-    step = step_ref[0]
+    _, previous = first(load(before_ref.at[at]), load(before_tokens_ref.at[at]))
+    own = jnp.arange(power_of_two(rank), dtype=jnp.int32)
+    left = load(
+        embedding_ref.at[previous[:, None], own[None]],
+        mask=jnp.broadcast_to(own[None] < rank, (rows, len(own))),
+        other=0,
+    )
+    read, step = jnp.minimum(requests, logits_ref.shape[0] - 1)[:, None], step_ref[0]
 
     def look(i: Array, found: tuple[Array, Array]) -> tuple[Array, Array]:
         best, token = found
-        columns = (part + i * num_parts) * block + jnp.arange(block, dtype=jnp.int32)
-        inside = jnp.minimum(columns, vocab_size - 1)[None]
+        columns = (part * count + i) * block + jnp.arange(block, dtype=jnp.int32)
+        inside = columns < vocab_size
+        is_weight = inside[None] if len(own) == rank else inside[None] & (own < rank)[:, None]
+        is_weight = jnp.broadcast_to(is_weight, (len(own), block))
+        right = load(output_ref.at[own[:, None], columns[None]], mask=is_weight, other=0)
+        is_logit = jnp.broadcast_to(inside[None], (rows, block))
+        values = load(logits_ref.at[read, step, columns[None]], mask=is_logit, other=-jnp.inf)
+        values += row_dot(left, right, transpose=False)
+        is_better = values > best
+        return jnp.where(is_better, values, best), jnp.where(is_better, columns[None], token)
 
-        def multiply(j: Array, total: Array) -> Array:
-            own = j * ranks + jnp.arange(ranks, dtype=jnp.int32)
-            left = load(embedding_ref.at[previous[:, None], own[None]])
-            return total + row_dot(left, load(output_ref.at[own[:, None], inside]), transpose=False)
-
-        values = load(logits_ref.at[read, step, inside])
-        zeros = jnp.zeros((rows, block), jnp.float32)
-        bias = jax.lax.fori_loop(0, embedding_ref.shape[1] // ranks, multiply, zeros)
-        values = jnp.where(columns[None] < vocab_size, values + bias, -jnp.inf)
-        ids = load(ids_ref[0].at[inside[0]]) if ids_ref else columns
-        highest = jnp.max(values, axis=1)
-        is_better = highest > best
-        tokens = jnp.broadcast_to(ids[None], values.shape)
-        token = jnp.where(is_better, first(values, tokens, highest), token)
-        return jnp.where(is_better, highest, best), token
-
-    lowest = jnp.full(rows, -jnp.inf, jnp.float32), jnp.zeros(rows, jnp.int32)
-    count = pl.cdiv(pl.cdiv(vocab_size, block) - part, num_parts)
-    best, token = jax.lax.fori_loop(0, count, look, lowest)
+    shape = rows, block
+    lowest = jnp.full(shape, -jnp.inf, jnp.float32), jnp.zeros(shape, jnp.int32)
+    best, token = first(*jax.lax.fori_loop(0, count, look, lowest))
+    for ref in ids_ref:
+        token = load(ref.at[token])
     best_ref[requests, part], tokens_ref[requests, part] = best, token
 
 
@@ -119,35 +125,32 @@ def markov_draft(
     implementation = resolve(implementation)
     if implementation == "xla" or not supports(embedding.shape[1]):
         return _reference(logits, tokens, embedding, output, ids)
-    batch, count, vocab_size = logits.shape
-    rows, block = ROWS[batch > ROWS[0]], min(BLOCK, max(16, power_of_two(vocab_size)))
-    groups, num_parts = pl.cdiv(batch, rows), min(MAX_PARTS, pl.cdiv(vocab_size, block))
+    batch, steps, vocab_size = logits.shape
+    rows, rank = ROWS[batch > ROWS[0]], embedding.shape[1]
+    most = TILE_BYTES // (power_of_two(rank) * output.dtype.itemsize)
+    block = max(16, min(MAX_BLOCK, power_of_two(most + 1) // 2, power_of_two(vocab_size)))
+    count = pl.cdiv(vocab_size, block * PARTS)
+    groups, num_parts = pl.cdiv(batch, rows), pl.cdiv(vocab_size, block * count)
     shape = groups * rows, num_parts
-    rank, most = embedding.shape[1], TILE_BYTES // (BLOCK * output.dtype.itemsize)
     call = triton_call(
-        partial(
-            specjax_markov_draft,
-            rows=rows,
-            block=block,
-            ranks=next(n for n in (most, 32, 16) if rank % n == 0),
-        ),
+        partial(specjax_markov_draft, rows=rows, block=block, count=count),
         grid=(groups, num_parts),
         out_shape=(
             jax.ShapeDtypeStruct(shape, jnp.float32),
             jax.ShapeDtypeStruct(shape, jnp.int32),
         ),
         num_warps=8 if rows > ROWS[0] else 4,
+        num_stages=2,
         implementation=implementation,
     )
     padded = jnp.pad(tokens, (0, shape[0] - batch))
     best = jnp.zeros(shape, jnp.float32), jnp.broadcast_to(padded[:, None], shape)
     found = []
-    for i in range(count):
+    for i in range(steps):
         step = jnp.full(1, i, jnp.int32)
         best = call(logits, embedding, output, step, *best, *(() if ids is None else (ids,)))
         found.append(best)
     values, names = (jnp.stack(parts, axis=1)[:batch] for parts in zip(*found, strict=True))
-    # the lowest of equal tokens, although a part has blocks from the whole vocabulary
     highest = jnp.max(values, axis=-1, keepdims=True)
     drafts = jnp.min(jnp.where(values == highest, names, jnp.iinfo(jnp.int32).max), axis=-1)
     return jnp.where(drafts == jnp.iinfo(jnp.int32).max, 0, drafts)

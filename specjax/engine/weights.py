@@ -35,17 +35,22 @@ def load_weights(
     The target weights of ``shared`` are reused, and its draft weights if the draft is the same.
     """
     nets, place = plan.networks, plan.networks.placement
-    if plan.args.load_format == "dummy":
-        with jax.default_device(place.device):
-            return place.put((nets.target.random(0), nets.draft.random(1)))
-    if shared is None:
-        target = place.put(nets.target.order(plan.target.load_weights()))
-    else:
-        other, runner = shared
-        is_here = other.networks.placement == place
-        target, draft = runner.weights if is_here else place.put(runner.weights)
-        if len(plan.drafts) == len(other.drafts) and all(map(is_same, plan.drafts, other.drafts)):
-            return target, draft
+    is_dummy = plan.args.load_format == "dummy"
+    with jax.default_device(place.device):
+        if shared is not None:
+            other, runner = shared
+            is_here = other.networks.placement == place
+            target, draft = runner.weights if is_here else place.put(runner.weights)
+            if len(plan.drafts) == len(other.drafts) and all(
+                map(is_same, plan.drafts, other.drafts)
+            ):
+                return target, draft
+        elif is_dummy:
+            target = place.put(nets.target.random(0))
+        else:
+            target = place.put(nets.target.order(plan.target.load_weights()))
+        if is_dummy:
+            return target, place.put(nets.draft.random(1))
     named = {name: w for one in plan.drafts for name, w in one.load_weights().items()}
     for one in plan.drafts:
         if isinstance(one, BlockCheckpoint):

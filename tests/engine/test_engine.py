@@ -289,6 +289,10 @@ def test_dummy_weights_in_bfloat16_and_simulated_acceptance(files, tmp_path) -> 
             "specjax:spec_simulate_accept_length{"
             in generate_latest(made.metrics.registry).decode()
         )
+        shared = {"share_weights_with": made}
+        with files.small(dtype="bfloat16", target=target, **simulated, **shared) as other:
+            pairs = zip(other.runner.weights, made.runner.weights, strict=True)
+            assert all(a is b for ours, theirs in pairs for a, b in zip(ours, theirs, strict=True))
     with pytest.raises(ValueError, match=r"model\.safetensors|no weights|\.safetensors"):
         files.small(target=target)
 

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from specjax.kernels.markov_draft import BLOCK, MAX_PARTS, markov_draft
+from specjax.kernels.markov_draft import MAX_BLOCK, PARTS, markov_draft
 
 from .runs import RUNS, run_jitted
 
@@ -30,7 +30,7 @@ def case(batch, size, rank, num_tokens):
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize(
     ("batch", "size", "rank", "num_tokens"),
-    [(1, 61, 32, 61), (17, 700, 16, 900), (2, BLOCK * MAX_PARTS + 40, 48, BLOCK * MAX_PARTS + 40)],
+    [(1, 61, 32, 61), (17, 700, 16, 900), (2, MAX_BLOCK * PARTS + 40, 48, MAX_BLOCK * PARTS + 40)],
 )
 def test_equals_numpy(run, batch, size, rank, num_tokens):
     """Many logits are equal, so the lowest token must win; the last case has several blocks."""
