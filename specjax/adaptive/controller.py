@@ -241,7 +241,7 @@ class AdaptiveController:
             if self.worker is not None:
                 self.worker.apply_runtime_state(self._states[tier])
             message = "adaptive decoding: speculative_num_steps changed from %s to %s"
-            logger.info(message, self.tier, tier)
+            logger.debug(message, self.tier, tier)
             self.switches += 1
             self.tier = tier
         return tier
