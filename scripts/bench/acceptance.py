@@ -5,6 +5,7 @@
 The prompts are JSON lines in Spec-Bench form: ``question_id``, ``category`` and ``turns``, a list
 of user messages. Each turn is encoded with the chat template, after all earlier turns. To measure
 the effect of long contexts, ``--context-before N`` begins each request with N tokens of a text.
+Two engines run side by side, so --mem-fraction-static is 0.3 by default.
 """
 
 import argparse

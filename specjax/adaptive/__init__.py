@@ -9,3 +9,4 @@ from specjax.adaptive.controller import AdaptiveSpecPolicy as AdaptiveSpecPolicy
 from specjax.adaptive.controller import AdaptiveSpecWorker as AdaptiveSpecWorker
 from specjax.adaptive.controller import SpecRuntimeState as SpecRuntimeState
 from specjax.adaptive.ema import AdaptiveSpeculativeParams as AdaptiveSpeculativeParams
+from specjax.adaptive.survival import RoundRecord as RoundRecord

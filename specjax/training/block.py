@@ -276,7 +276,8 @@ def acceptance_loss(
 
     At temperature 0, this probability is that of the target's token, ``label`` i32 ``[...]``. At
     ``TEMPERATURE``, it is the sum of the smaller of both probabilities of each token (LK losses,
-    arXiv 2602.23881). Logits are ``[..., W]``. Labels outside their axis have no meaning.
+    arXiv 2602.23881). Logits are ``[..., W]`` over the draft vocabulary; the target's distribution
+    is normalised over it. Labels outside their axis have no meaning.
     """
     inside = jnp.minimum(label, logits.shape[-1] - 1)[..., None]
     hard = jnp.take_along_axis(jax.nn.log_softmax(logits, axis=-1), inside, axis=-1)[..., 0]

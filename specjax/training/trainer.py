@@ -54,7 +54,8 @@ class TrainConfig:
         anchors: blocks per packed row (block drafters).
         learning_rate: peak learning rate; by default 3e-3, less for drafts wider than 576.
         warmup_steps: steps in which the learning rate rises to its peak.
-        hard_weight: weight of greedy drafts, from 0 to 1; the rest is that of sampled drafts.
+        hard_weight: weight of the target's most probable token in the loss, from 0 to 1; the rest
+            is that of the target's softmax (EAGLE-3) or of sampled drafts (block drafters).
     """
 
     steps: int = 2000
