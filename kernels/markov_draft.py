@@ -86,11 +86,10 @@ def specjax_markov_draft(
     def look(i: Array, found: tuple[Array, Array]) -> tuple[Array, Array]:
         best, token = found
         columns = (part * count + i) * block + jnp.arange(block, dtype=jnp.int32)
-        inside = columns < vocab_size
-        is_weight = inside[None] if len(own) == rank else inside[None] & (own < rank)[:, None]
-        is_weight = jnp.broadcast_to(is_weight, (len(own), block))
+        inside = (columns < vocab_size)[None]
+        is_weight = (own < rank)[:, None] & inside
         right = load(output_ref.at[own[:, None], columns[None]], mask=is_weight, other=0)
-        is_logit = jnp.broadcast_to(inside[None], (rows, block))
+        is_logit = jnp.broadcast_to(inside, (rows, block))
         values = load(logits_ref.at[read, step, columns[None]], mask=is_logit, other=-jnp.inf)
         values += row_dot(left, right, transpose=False)
         is_better = values > best

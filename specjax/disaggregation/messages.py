@@ -59,7 +59,7 @@ class Job(_Struct, frozen=True):
     top_logprobs: int | None  # top tokens to return per token; ``None`` for no log-probabilities
     logprob_start_len: int | None  # first prompt token to return log-probabilities for
     return_hidden_states: bool
-    timeout: float | None  # seconds until the job is no longer needed; ``None`` for no limit
+    timeout: float | None  # seconds for which the job is needed; ``None`` for no limit
 
 
 class Cancel(_Struct, frozen=True):

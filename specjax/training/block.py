@@ -24,12 +24,7 @@ from specjax.models.decoder import CausalLM
 from specjax.models.flat import FlatModel, Weights
 from specjax.models.layers import Attend, RopeTables, dense_attention, rotated
 from specjax.training.trainer import Trainer, TrainState
-from specjax.training.ttt import (
-    PackedBatch,
-    StepStatistics,
-    labels_of,
-    packed_attend,
-)
+from specjax.training.ttt import PackedBatch, StepStatistics, labels_of, packed_attend
 
 # weight of each draft's loss relative to that of the previous draft
 DRAFT_DECAY = 0.85
