@@ -131,9 +131,8 @@ class BlockDraft(DraftHead):
         keys, values = jnp.moveaxis(joined.reshape(shape), -4, 0)
         rope = rope_tables(config.rope, positions)
         for i, layer in enumerate(self.layers):
-            if (norm := layer.attention.k_norm) is not None:
-                rope = rope._replace(norms=(norm.factor, norm.factor, norm.eps))
-            kv = store(kv, i, keys[..., i, :, :], values[..., i, :, :], rope)
+            own = layer.attention.key_rope(rope)
+            kv = store(kv, i, keys[..., i, :, :], values[..., i, :, :], own)
         return kv
 
     def __call__(

@@ -7,6 +7,7 @@ The EAGLE heads share one interface, so that code outside this file does not dep
   kv)`` runs one pass. The returned hidden state ``[B,T,D]`` is the recurrent input of the next
   draft step. With ``row`` i32 ``[B]``, only this row of each request is returned, as ``[B,1,D]``,
   because the next round starts from it. The other rows only store their keys and values.
+* ``store(embeds, hidden, positions, kv, store) -> kv`` does only that, for a head of one layer.
 * ``embed(tokens, target)`` and ``logits(hidden, target)`` use the target's tables by default.
 * ``target_ids(draft_ids)`` maps draft vocabulary ids to target vocabulary ids.
 
@@ -32,6 +33,7 @@ from specjax.models.layers import (
     LayerKind,
     Linear,
     RMSNorm,
+    Store,
     pick_row,
     rope_tables,
 )
@@ -139,9 +141,8 @@ class Eagle3Head(DraftHead):
         row: Array | None = None,
     ) -> tuple[Array, Any]:
         """Run the head once. Without ``norm_output``, it returns states before the final norm."""
-        normed = self.hidden_norm(hidden)
+        x, normed = self._join(embeds, hidden)
         residual = normed if self.config.norm_before_residual else hidden
-        x = jnp.concatenate([self.input_norm(embeds), normed], axis=-1)
         rope = rope_tables(self.config.rope, positions)
         rows = [None] * len(self.layers) + [row]  # only the last layer selects rows
         mixed, kv = self.attention(x, rope, kv, 0, attend, rows[0])
@@ -151,6 +152,15 @@ class Eagle3Head(DraftHead):
             _, x, delta, kv = layer(x, delta, rope, kv, i, attend, rows[i])
         x = x + whole(delta, x.ndim, x.dtype)
         return (self.norm(x) if self.config.norm_output else x), kv
+
+    def store(self, embeds: Array, hidden: Array, positions: Array, kv: Any, store: Store) -> Any:
+        x, rope = self._join(embeds, hidden)[0], rope_tables(self.config.rope, positions)
+        return self.attention.store(x, rope, kv, 0, store)
+
+    def _join(self, embeds: Array, hidden: Array) -> tuple[Array, Array]:
+        """Return the input of the first layer, and the normalised ``hidden``."""
+        normed = self.hidden_norm(hidden)
+        return jnp.concatenate([self.input_norm(embeds), normed], axis=-1), normed
 
     def logits(self, hidden: Array, target: CausalLM) -> Array:
         return super().logits(hidden if self.config.norm_output else self.norm(hidden), target)
@@ -186,7 +196,7 @@ class EagleHead(DraftHead):
         row: Array | None = None,
     ) -> tuple[Array, Any]:
         """Run the head once; logits and the next step both read the returned states."""
-        x = self.fc(jnp.concatenate([embeds, hidden], axis=-1))
+        x = self._join(embeds, hidden)
         rope = rope_tables(self.config.rope, positions)
         delta: Array | None = None
         for i, layer in enumerate(self.layers):
@@ -194,6 +204,13 @@ class EagleHead(DraftHead):
             _, x, delta, kv = layer(x, delta, rope, kv, i, attend, row if is_last else None)
         assert delta is not None  # a head has layers
         return x + whole(delta, x.ndim, x.dtype), kv
+
+    def store(self, embeds: Array, hidden: Array, positions: Array, kv: Any, store: Store) -> Any:
+        x, rope = self._join(embeds, hidden), rope_tables(self.config.rope, positions)
+        return self.layers[0].attention.store(x, rope, kv, 0, store)
+
+    def _join(self, embeds: Array, hidden: Array) -> Array:
+        return self.fc(jnp.concatenate([embeds, hidden], axis=-1))
 
 
 def build_head(config: DraftConfig, implementation: str | None = None) -> Eagle3Head | EagleHead:

@@ -21,7 +21,7 @@ from specjax.config import Dtypes, Rope, TransformerConfig
 from specjax.kernels.add_norm import add_norm, rms_norm, whole
 from specjax.kernels.backend import resolve
 from specjax.kernels.rope_store import Norms, normed, rotate
-from specjax.models.weights import dot, dot_transposed, partial_dot, zero_kernel
+from specjax.models.weights import dot, dot_transposed, partial_dot, take_outputs, zero_kernel
 
 
 class RopeTables(NamedTuple):
@@ -100,10 +100,12 @@ class Linear(nnx.Module):
         self.kernel = nnx.Param(kernel, stddev=in_size**-0.5)
         self.bias = nnx.Param(jnp.zeros((out_size,), dtypes.activations)) if bias else None
 
-    def __call__(self, x: Array, out_dtype: jnp.dtype | None = None) -> Array:
-        """Map ``[..., in]`` to ``[..., out]``, by default in the dtype of ``x``."""
-        out = dot(x, self.kernel[...], out_dtype)
-        return out if self.bias is None else out + self.bias[...]
+    def __call__(
+        self, x: Array, out_dtype: jnp.dtype | None = None, outputs: slice = slice(None)
+    ) -> Array:
+        """Map ``[..., in]`` to selected outputs ``[..., out]``, by default in the dtype of x."""
+        out = dot(x, take_outputs(self.kernel[...], outputs), out_dtype)
+        return out if self.bias is None else out + self.bias[outputs]
 
     def partial_sums(self, x: Array, implementation: str | None) -> Array:
         """Map ``[..., in]`` to partial sums f32 ``[P, ..., out]`` if a split pays off."""
@@ -256,6 +258,20 @@ class Attention(nnx.Module):
         kv, out = attend(kv, layer, q, k, v, rope, **options)
         out = pick_row(out.reshape(*x.shape[:-1], heads * dim), row)
         return self.output.partial_sums(out, self.implementation), kv
+
+    def store(self, x: Array, rope: RopeTables, kv: Any, layer: int, store: Store) -> Any:
+        """Store the keys and values of ``x [B, T, in_size]``; return the updated kv."""
+        heads, kv_heads, dim = self.shape
+        # a quarter of the columns with 32 query and 8 KV heads
+        joined = self.qkv(x, outputs=slice(heads * dim, None))
+        k, v = jnp.split(joined.reshape(*x.shape[:-1], 2 * kv_heads, dim), 2, axis=-2)
+        return store(kv, layer, k, v, self.key_rope(rope))
+
+    def key_rope(self, rope: RopeTables) -> RopeTables:
+        """Return ``rope`` with the norm of the keys, if there is one."""
+        if (norm := self.k_norm) is None:
+            return rope
+        return rope._replace(norms=(norm.factor, norm.factor, norm.eps))
 
 
 class MLP(nnx.Module):

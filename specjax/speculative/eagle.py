@@ -157,9 +157,8 @@ class Eagle(NetworkAlgorithm):
         """Run the draft once over the accepted tokens, with their target features.
 
         The pass overwrites the draft KV that the recurrent passes wrote. What it writes after the
-        accepted tokens is overwritten by the next round. In a round without drafts, only the KV is
-        kept, so that drafting can resume later. A draft of one layer then skips attention,
-        feed-forward and output head. With a P-EAGLE head, mask tokens follow in the same pass.
+        accepted tokens is overwritten by the next round. A round without drafts only stores the
+        KV, so that drafting can resume later. With a P-EAGLE head, mask tokens follow in the pass.
         """
         draft = batch.draft
         tokens, features = verified.accept_tokens, verified.features
@@ -169,16 +168,13 @@ class Eagle(NetworkAlgorithm):
             tokens, features, row = with_masks(draft, verified, shape.depth)
         width = tokens.shape[1]
         positions = batch.seq_lens[:, None] + jnp.arange(width, dtype=jnp.int32)
-        hidden, state = draft(
-            draft.embed(tokens, batch.target),
-            draft.fuse(features),
-            positions,
-            state,
-            batch.pages.attend(batch.seq_lens, width),
-            row=row,
-        )
+        inputs = draft.embed(tokens, batch.target), draft.fuse(features), positions, state
+        attend = batch.pages.attend(batch.seq_lens, width)
         if shape.steps == 0:
+            is_one = draft.config.num_layers == 1
+            state = draft.store(*inputs, attend.store) if is_one else draft(*inputs, attend)[1]
             return state, replace(rows, topk_probs=jnp.zeros_like(rows.topk_probs))
+        hidden, state = draft(*inputs, attend, row=row)
         lens = batch.seq_lens + verified.num_accepted_tokens
         if is_masked:
             return state, masked_levels(batch, hidden, lens, rows.topk)

@@ -194,9 +194,10 @@ def extend_stage(
             seq_lens=before,
             bonus_tokens=state.future.tokens[slots, before],
         )
-    pools, rows = state.pools, resolve(state.future, batch.slots)
-    draft, rows = config.algorithm.extend(batch, pools.draft, rows, verified, config.shape)
-    state = DeviceState(replace(pools, draft=draft), stash(state.future, batch.slots, rows))
+    pools, resolved = state.pools, resolve(state.future, batch.slots)
+    draft, rows = config.algorithm.extend(batch, pools.draft, resolved, verified, config.shape)
+    future = stash(state.future, batch.slots, rows, resolved)
+    state = DeviceState(replace(pools, draft=draft), future)
     outputs = verified.outputs
     return state, RoundOutput(verified.packed, outputs.logprobs, outputs.hidden_states)
 

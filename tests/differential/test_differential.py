@@ -1,6 +1,6 @@
 """Random engines produce the tokens of plain decoding, whatever happens to them in between.
 
-Run it before and after a large change: ``pytest -n 0 -s -m long tests/differential``. It takes ten
+Run it before and after a large change: ``pytest -n 0 -s -m long tests/differential``. It takes two
 minutes, or ``DIFFERENTIAL_SECONDS``. Its seed is the date and time, or ``DIFFERENTIAL_SEED``. Each
 engine prints one line, which begins with the variables that repeat only this engine; a failure
 prints the command.
@@ -20,7 +20,7 @@ from ..conftest import drop_executables
 from .draws import ALGORITHMS, draw_engine
 from .trial import Reference, Trial
 
-SECONDS = float(os.environ.get("DIFFERENTIAL_SECONDS", "600"))
+SECONDS = float(os.environ.get("DIFFERENTIAL_SECONDS", "120"))
 SEED = int(os.environ.get("DIFFERENTIAL_SEED", time.strftime("%Y%m%d%H%M%S")))
 FIRST = int(os.environ.get("DIFFERENTIAL_FIRST", "0"))
 # minimum occurrences per 1,000 tokens in a run of this many tokens
