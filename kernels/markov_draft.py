@@ -29,7 +29,7 @@ TILE_BYTES = 2**15
 
 def supports(rank: int) -> bool:
     """Whether the Pallas kernel supports a Markov head of this rank."""
-    return rank % 16 == 0 and rank <= 1024
+    return rank % 16 == 0 and rank <= 512
 
 
 def _reference(

@@ -1,7 +1,7 @@
 """The configurations of models, frozen and validated."""
 
 import logging
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import ClassVar, NamedTuple
 
 import jax.numpy as jnp
@@ -72,10 +72,10 @@ class TransformerConfig:
     dtype: str = "float32"
 
     def __post_init__(self) -> None:
-        for field in fields(TransformerConfig):
-            if field.type is int:
-                limit = 1024 if field.name == "num_layers" else None
-                check_integer(field.name, getattr(self, field.name), 1, limit)
+        for own in fields(TransformerConfig):
+            if own.type is int:
+                limit = 1024 if own.name == "num_layers" else None
+                check_integer(own.name, getattr(self, own.name), 1, limit)
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}"
@@ -234,6 +234,7 @@ class BlockConfig(FeatureConfig):
     projected from the features. ``checkpoint_format`` is the name of the published format.
     """
 
+    checkpoint_format: str = field(compare=False)
     num_drafts: int  # number of tokens that a block drafts
     anchor_first: bool
     mask_token_id: int

@@ -96,8 +96,11 @@ class AdaptiveConfig:
                 f"the configuration sets policy={self.policy!r}, but the engine was given "
                 f"{policy=}; make them equal"
             )
-        wanted = [slot.candidate_steps or DEFAULT_CANDIDATES[policy] for slot in self.slots]
-        tiers = sorted(set(tiers) or {DraftShape.chain(n) for steps in wanted for n in steps})
+        tiers = sorted(set(tiers))
+        # block drafters also verify whole blocks
+        default = {*DEFAULT_CANDIDATES[policy], *(tier.steps for tier in tiers[-1:] if tier.block)}
+        wanted = [slot.candidate_steps or default for slot in self.slots]
+        tiers = tiers or sorted({DraftShape.chain(n) for steps in wanted for n in steps})
         slots = []
         for slot, steps in zip(self.slots, wanted, strict=True):
             own = tuple(tier for tier in tiers if tier.steps in steps)

@@ -171,7 +171,7 @@ def replace_weights(runner: ModelRunner, new: NewWeights) -> None:
 
 
 def _check_same_config(new: Checkpoint[Any], old: Checkpoint[Any]) -> None:
-    names = [field.name for field in fields(old.config)]
+    names = [field.name for field in fields(old.config) if field.compare]
     values = [(name, getattr(new.config, name), getattr(old.config, name)) for name in names]
     differing = [f"{name}={a!r} instead of {b!r}" for name, a, b in values if a != b]
     if differing:

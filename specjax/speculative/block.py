@@ -15,7 +15,7 @@ from jax import Array
 
 from specjax.checkpoints.block import BlockCheckpoint, open_block
 from specjax.checkpoints.target import TargetCheckpoint
-from specjax.config import MAX_STEPS, BlockConfig
+from specjax.config import MAX_NODES, MAX_STEPS, BlockConfig
 from specjax.kernels.markov_draft import markov_draft
 from specjax.models.block import BlockDraft
 from specjax.sampling.draw import LEAST_CONFIDENCE, draft_probs, draft_tokens
@@ -48,27 +48,32 @@ class Block(NetworkAlgorithm):
                 f"{steps + 1} with speculative_algorithm={self.name}, whose block always has its "
                 "trained length; set only one of the two"
             )
+        if steps is None and nodes is not None and not 2 <= nodes <= MAX_NODES:
+            raise ValueError(
+                f"speculative_num_draft_tokens={nodes} must be from 2 to {MAX_NODES}; or set "
+                "speculative_algorithm=None to decode without speculation"
+            )
         if steps is None:
             steps = MAX_STEPS if nodes is None else nodes - 1
         return DraftShape.chain(self.checked_steps(args, steps))
 
     def fit_shapes(self, args: Any, config: BlockConfig) -> tuple[DraftShape, ...]:
         """Give tiers the rows of the block; refuse tiers with more drafts, or drop default ones."""
-        most, shapes, adaptive = config.num_drafts, args.shapes, args.adaptive
-        given = args.speculative_num_steps, args.speculative_num_draft_tokens
-        if adaptive is None and given == (None, None):
-            shapes = (DraftShape.chain(most),)
-        for shape in shapes:
-            if shape.steps > most and (adaptive is None or shape.steps in adaptive.candidate_steps):
-                knob, mend = "speculative_num_steps", "lower it or leave it out"
-                if adaptive is not None:
-                    knob, mend = "candidate_steps", "lower it in speculative_adaptive_config"
+        most, adaptive = config.num_drafts, args.adaptive
+        steps, nodes = args.speculative_num_steps, args.speculative_num_draft_tokens
+        limits = [("speculative_num_steps", steps, most)]
+        limits += [("speculative_num_draft_tokens", nodes, most + 1)]
+        candidates = () if adaptive is None else adaptive.candidate_steps
+        for name, value, limit in (*limits, *(("candidate_steps", n, most) for n in candidates)):
+            if value is not None and value > limit:
                 raise ValueError(
-                    f"{knob}={shape.steps} exceeds the {most} drafts of a block of {config.block} "
-                    f"rows; {mend}"
+                    f"{name}={value} must be at most {limit} for the {most} drafts of a block of "
+                    f"{config.block} rows"
                 )
-        fitting = (s for s in shapes if s.steps <= most)
-        return tuple(s._replace(block=config.block) if s.steps else s for s in fitting)
+        shapes = {shape for shape in args.shapes if shape.steps <= most}
+        if not candidates and (adaptive is not None or steps == nodes):  # both are None
+            shapes.add(DraftShape.chain(most))
+        return tuple(s._replace(block=config.block) if s.steps else s for s in sorted(shapes))
 
     def open_draft(
         self, args: Any, target: TargetCheckpoint, draft: Any

@@ -305,7 +305,7 @@ class Trial:
     def note(self, output: Result, wish: Wish, *, is_undisturbed: bool) -> None:
         """Count a sample, whose metrics must be consistent."""
         meta, num_tokens = output["meta_info"], len(output["output_ids"])
-        is_late = "timeout" in meta["finish_reason"].get("message", "")
+        is_late = "timed out" in meta["finish_reason"].get("message", "")
         self.results.append(output)
         self.counts += Counter(
             {

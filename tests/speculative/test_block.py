@@ -184,12 +184,15 @@ def test_sizes_of_the_block(files: Any, tmp_path: Path) -> None:
     tiers = {"speculative_adaptive_config": {"candidate_steps": [0, 2, 5]}}
     expected = (NO_DRAFTS, DraftShape(2, 1, 3, most), DraftShape(5, 1, 6, most))
     assert planned(files, dspark, **spark, **adaptive, **tiers) == expected
-    assert [tier.steps for tier in planned(files, dspark, **spark, **adaptive)] == [1, 3]
+    assert [tier.steps for tier in planned(files, dspark, **spark, **adaptive)] == [1, 3, most]
     deep = {"speculative_adaptive_config": {"candidate_steps": [2, 7]}}
     for options, message in (
-        ({steps: 6}, "speculative_num_steps=6 exceeds the 5 drafts of a block of 5 rows"),
-        ({nodes: 7}, "speculative_num_steps=6 exceeds the 5 drafts"),
-        (adaptive | deep, "candidate_steps=7 exceeds the 5 drafts.*in speculative_adaptive_config"),
+        ({steps: 6}, "speculative_num_steps=6 must be at most 5 for the 5 drafts of a block of 5"),
+        (adaptive | {steps: 60}, "speculative_num_steps=60 must be at most 5"),
+        ({nodes: 7}, "speculative_num_draft_tokens=7 must be at most 6"),
+        ({nodes: 65}, "speculative_num_draft_tokens=65 must be from 2 to 64"),
+        ({nodes: 1}, "speculative_num_draft_tokens=1 must be from 2 to 64"),
+        (adaptive | deep, "candidate_steps=7 must be at most 5"),
         ({"simulate_accept_length": 7.0}, "simulate_accept_length=7.0 must be from 1 to 6"),
         ({steps: 3, nodes: 3}, r"draft_tokens=3 must be speculative_num_steps \+ 1 = 4"),
         ({steps: 0}, "speculative_num_steps=0 must be from 1 to 63"),
@@ -227,6 +230,10 @@ def test_acceptance_by_probabilities_and_updates_of_weights(files: Any, tmp_path
         name = "layers.0.attention.qkv.kernel"
         with pytest.raises(ValueError, match=f"{name}' but not 'context.kernel', which contains"):
             engine.update_weights_from_tensor({name: named[name]}, draft=True)
+        # the engine may also be running the same network from a file in another format
+        (old,) = engine._plan.drafts
+        other = replace(old, config=replace(old.config, checkpoint_format="DSpark of DeepSpec"))
+        engine._plan = replace(engine._plan, drafts=(other,))
         engine.update_weights_from_disk(draft_path=draft)
         last = engine.generate(input_ids=prompt, sampling_params=greedy)
         assert last["output_ids"] == expected
