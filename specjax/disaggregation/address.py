@@ -1,6 +1,7 @@
 """Addresses of the form ``host:port``, with an IPv6 host in brackets."""
 
 import ipaddress
+import socket
 from functools import lru_cache
 
 from specjax.checks import check_integer
@@ -19,6 +20,14 @@ def parse_address(address: str) -> tuple[str, int]:
 
 def format_address(host: str, port: int | str) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def places(address: str) -> list[str]:
+    """Resolve an address to libzmq endpoints."""
+    host, port = parse_address(address)
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    flags = socket.NI_NUMERICHOST | socket.NI_NUMERICSERV
+    return [f"tcp://{format_address(*socket.getnameinfo(place, flags))}" for *_, place in found]
 
 
 @lru_cache(maxsize=64)  # a server calls this for every request

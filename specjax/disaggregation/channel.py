@@ -10,7 +10,6 @@ nobody can read, alter, replay or insert frames.
 import hmac
 import logging
 import os
-import socket
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,7 +18,6 @@ from typing import Any
 import zmq
 from zmq.utils import z85
 
-from specjax.disaggregation.address import format_address, parse_address
 from specjax.disaggregation.messages import FRAME_BYTES, SCHEMA, Hello, Message, WireError
 
 logger = logging.getLogger(__name__)
@@ -59,6 +57,25 @@ class Terms:
     # to refuse the peer. All calls come from the same thread.
     opened: Callable[["Channel"], tuple[Deliver, Lost]]
     pulse: Pulse = Pulse()
+
+    def prepare(self, sock: "zmq.Socket[Any]", *, listens: bool) -> None:
+        """Set the options of a socket that do not depend on its address."""
+        secret, pulse = self.secret.encode(), self.pulse
+        private = z85.encode(hmac.digest(secret, b"specjax split prefill %d" % SCHEMA, "sha256"))
+        if listens:
+            sock.curve_server = True
+            sock.curve_secretkey = private
+        else:
+            sock.curve_publickey, sock.curve_secretkey = zmq.curve_keypair()
+            sock.curve_serverkey = zmq.curve_public(private)
+        sock.ipv6 = True
+        sock.linger = 0
+        sock.maxmsgsize = FRAME_BYTES + OVERHEAD_BYTES
+        sock.sndhwm = sock.rcvhwm = 2 * WINDOW
+        sock.handshake_ivl = sock.connect_timeout = round(1000 * pulse.handshake)
+        sock.heartbeat_ivl = round(1000 * pulse.interval)
+        sock.heartbeat_timeout = round(1000 * (pulse.silence - pulse.interval))
+        sock.reconnect_ivl = -1
 
 
 class Bell:
@@ -128,31 +145,3 @@ class Channel:
         if self.reason is None:
             self.reason = reason.with_traceback(None)  # the traceback's frames hold arrays
             self._bell.ring()
-
-
-def places(address: str) -> list[str]:
-    """Resolve an address to libzmq endpoints."""
-    host, port = parse_address(address)
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    flags = socket.NI_NUMERICHOST | socket.NI_NUMERICSERV
-    return [f"tcp://{format_address(*socket.getnameinfo(place, flags))}" for *_, place in found]
-
-
-def prepare(sock: "zmq.Socket[Any]", terms: Terms, *, listens: bool) -> None:
-    """Set the options of a socket that do not depend on its address."""
-    secret, pulse = terms.secret.encode(), terms.pulse
-    private = z85.encode(hmac.digest(secret, b"specjax split prefill %d" % SCHEMA, "sha256"))
-    if listens:
-        sock.curve_server = True
-        sock.curve_secretkey = private
-    else:
-        sock.curve_publickey, sock.curve_secretkey = zmq.curve_keypair()
-        sock.curve_serverkey = zmq.curve_public(private)
-    sock.ipv6 = True
-    sock.linger = 0
-    sock.maxmsgsize = FRAME_BYTES + OVERHEAD_BYTES
-    sock.sndhwm = sock.rcvhwm = 2 * WINDOW
-    sock.handshake_ivl = sock.connect_timeout = round(1000 * pulse.handshake)
-    sock.heartbeat_ivl = round(1000 * pulse.interval)
-    sock.heartbeat_timeout = round(1000 * (pulse.silence - pulse.interval))
-    sock.reconnect_ivl = -1

@@ -12,29 +12,9 @@ from typing import Any
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from specjax.disaggregation.address import check_secret
-from specjax.disaggregation.channel import (
-    LANES,
-    WINDOW,
-    Bell,
-    Channel,
-    ChannelClosed,
-    Sent,
-    Terms,
-    places,
-    prepare,
-)
-from specjax.disaggregation.messages import (
-    AnyMessage,
-    Assembler,
-    Frame,
-    Hello,
-    Message,
-    Open,
-    Taken,
-    WireError,
-    encode,
-)
+from specjax.disaggregation import messages as wire
+from specjax.disaggregation.address import check_secret, places
+from specjax.disaggregation.channel import LANES, WINDOW, Bell, Channel, ChannelClosed, Sent, Terms
 from specjax.scheduling.loop import start_device_thread
 
 logger = logging.getLogger(__name__)
@@ -126,7 +106,7 @@ class _Session:
         self._monitors: list[zmq.Socket[Any]] = []
         for lane in range(LANES):
             sock = stack.enter_context(dialer._context.socket(zmq.DEALER))
-            prepare(sock, dialer._terms, listens=False)
+            dialer._terms.prepare(sock, listens=False)
             sock.affinity = 1 << lane  # one I/O thread per lane
             self._monitors.append(stack.enter_context(sock.get_monitor_socket(EVENTS)))
             stack.callback(sock.disable_monitor)
@@ -136,8 +116,8 @@ class _Session:
             for source in (sock, *self._monitors, dialer._bell.fd):
                 poller.register(source, zmq.POLLIN)
         self._deadline = time.monotonic() + dialer._terms.pulse.handshake
-        self._assembler = Assembler(dialer._terms.max_bytes)
-        self._frames: deque[Frame] = deque()  # to be sent
+        self._assembler = wire.Assembler(dialer._terms.max_bytes)
+        self._frames: deque[wire.Frame] = deque()  # to be sent
         self._facts, self._token = dialer._terms.hello().facts, os.urandom(16)
         self._num_connected = 0  # number of connected lanes
         self._turn = 0  # lane of the next frame
@@ -178,7 +158,8 @@ class _Session:
         """Connect the next lane. Lanes that connect simultaneously would share a libzmq thread."""
         sock = self._lanes[self._num_connected]
         sock.connect(self._place)
-        [frame] = encode(Open(token=self._token, lane=self._num_connected, facts=self._facts))
+        opening = wire.Open(token=self._token, lane=self._num_connected, facts=self._facts)
+        [frame] = wire.encode(opening)
         sock.send(frame, zmq.DONTWAIT)
         self._num_connected += 1
 
@@ -198,7 +179,7 @@ class _Session:
 
     def _send(self) -> None:
         if self._num_untold:
-            self._frames.extend(encode(Taken(count=self._num_untold)))
+            self._frames.extend(wire.encode(wire.Taken(count=self._num_untold)))
             self._num_untold = 0
         with suppress(zmq.Again):  # retry in the next step
             while self._frames:
@@ -222,18 +203,18 @@ class _Session:
             if message is not None:
                 self._take(message)
 
-    def _take(self, message: AnyMessage) -> None:
-        if self._channel is not None and not isinstance(message, Hello | Open | Taken):
-            self._channel.deliver(message)
-        elif self._channel is None and isinstance(message, Hello):
+    def _take(self, message: wire.AnyMessage) -> None:
+        if self._channel is None and isinstance(message, wire.Hello):
             channel = Channel(message, self._dialer._bell, self._queue)
             channel.open(self._dialer._terms)
             self._dialer._logged.clear()
             self._channel = channel
+        elif self._channel is None or isinstance(message, wire.Hello | wire.Open | wire.Taken):
+            raise wire.WireError(f"unexpected {type(message).__name__} message")
         else:
-            raise WireError(f"unexpected {type(message).__name__} message")
+            self._channel.deliver(message)
 
-    def _queue(self, channel: Channel, message: Message, sent: Sent | None) -> None:
+    def _queue(self, channel: Channel, message: wire.Message, sent: Sent | None) -> None:
         assert sent is None, "not supported by the dialer"
-        self._frames.extend(encode(message))
+        self._frames.extend(wire.encode(message))
         self._dialer._bell.ring()

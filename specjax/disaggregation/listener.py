@@ -13,28 +13,9 @@ from typing import Any
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from specjax.disaggregation.address import check_secret, format_address, parse_address
-from specjax.disaggregation.channel import (
-    LANES,
-    WINDOW,
-    Bell,
-    Channel,
-    ChannelClosed,
-    Sent,
-    Terms,
-    places,
-    prepare,
-)
-from specjax.disaggregation.messages import (
-    Assembler,
-    Frame,
-    Hello,
-    Message,
-    Open,
-    Taken,
-    WireError,
-    encode,
-)
+from specjax.disaggregation import messages as wire
+from specjax.disaggregation.address import check_secret, format_address, parse_address, places
+from specjax.disaggregation.channel import LANES, WINDOW, Bell, Channel, ChannelClosed, Sent, Terms
 from specjax.scheduling.loop import start_device_thread
 
 logger = logging.getLogger(__name__)
@@ -51,11 +32,11 @@ EVENTS = REFUSALS | zmq.EVENT_ACCEPTED | zmq.EVENT_ACCEPT_FAILED | zmq.EVENT_DIS
 class _Side(Channel):
     """A channel to a decode side, with the state of its frames."""
 
-    def __init__(self, lanes: list[bytes], assembler: Assembler, *channel: Any) -> None:
+    def __init__(self, lanes: list[bytes], assembler: wire.Assembler, *channel: Any) -> None:
         super().__init__(*channel)
         self.lanes = lanes
         self.assembler = assembler
-        self.frames: deque[Frame | Sent] = deque()  # frames, and callbacks to run after them
+        self.frames: deque[wire.Frame | Sent] = deque()  # frames, and callbacks to run after them
         self.num_sent = 0
         self.num_taken = 0
         self.mark = 0  # num_taken at the last check that found progress
@@ -86,12 +67,12 @@ class Listener:
         self._openings: dict[bytes, dict[int, bytes]] = {}
         self._connections: set[int] = set()
         self._num_refused = self._num_excess = 0  # since the last heartbeat
-        self._messages: SimpleQueue[tuple[Channel, Message, Sent | None] | None] = SimpleQueue()
+        self._messages = SimpleQueue[tuple[Channel, wire.Message, Sent | None] | None]()
         self._bell = Bell()
         self._context = zmq.Context(io_threads=LANES)
         try:
             self._router = self._context.socket(zmq.ROUTER)
-            prepare(self._router, terms, listens=True)
+            terms.prepare(self._router, listens=True)
             self._router.router_mandatory = True  # sending to a disconnected peer is an error
             self._monitor = self._router.get_monitor_socket(EVENTS)
             self._router.bind(place)
@@ -118,7 +99,7 @@ class Listener:
             side, message, sent = item
             if isinstance(side, _Side) and side.is_open:
                 try:
-                    side.frames.extend(encode(message))
+                    side.frames.extend(wire.encode(message))
                     if sent is not None:
                         side.frames.append(sent)
                 except Exception as error:
@@ -181,15 +162,15 @@ class Listener:
     def _feed(self, side: _Side, lane: bytes, frames: list[zmq.Frame]) -> None:
         try:
             if lane != side.lanes[0] or len(frames) != 1:
-                raise WireError("unexpected frame from the peer; expected one frame on lane 0")
+                raise wire.WireError("unexpected frame from the peer; expected one frame on lane 0")
             message = side.assembler.feed(frames[0].buffer)
-            if isinstance(message, Taken):
+            if isinstance(message, wire.Taken):
                 side.num_taken += message.count
                 if side.num_taken > side.num_sent:
-                    taken, sent = side.num_taken, side.num_sent
-                    raise WireError(f"peer acknowledged {taken} frames, but only {sent} were sent")
-            elif isinstance(message, Open | Hello):
-                raise WireError("the peer sent a second hello")
+                    counts = f"{side.num_taken} frames, but only {side.num_sent} were sent"
+                    raise wire.WireError(f"peer acknowledged {counts}")
+            elif isinstance(message, wire.Open | wire.Hello):
+                raise wire.WireError("the peer sent a second hello")
             elif message is not None:
                 side.deliver(message)
         except Exception as error:
@@ -197,10 +178,10 @@ class Listener:
 
     def _open(self, lane: bytes, frame: memoryview) -> None:
         try:
-            message = Assembler(0).feed(frame)
-        except WireError:  # for example from a decode side that was disconnected
+            message = wire.Assembler(0).feed(frame)
+        except wire.WireError:  # for example from a decode side that was disconnected
             return
-        if not isinstance(message, Open) or message.lane >= LANES:
+        if not isinstance(message, wire.Open) or message.lane >= LANES:
             return
         if any(lane in opening.values() for opening in self._openings.values()):
             return
@@ -214,21 +195,21 @@ class Listener:
         lanes = [opening[number] for number in range(LANES)]
         side = _Side(
             lanes,
-            Assembler(self._terms.max_bytes),
-            Hello(facts=message.facts),
+            wire.Assembler(self._terms.max_bytes),
+            wire.Hello(facts=message.facts),
             self._bell,
             self._queue,
         )
         self._sides.update(dict.fromkeys(lanes, side))
         try:
-            side.frames.extend(encode(self._terms.hello()))
+            side.frames.extend(wire.encode(self._terms.hello()))
             side.open(self._terms)
         except Exception as error:
             logger.warning("%s refused a decode side: %s", self.address, error)
             self._send_frames(side)  # the hello lets the decode side report the difference
             side.end(error)
 
-    def _queue(self, side: Channel, message: Message, sent: Sent | None) -> None:
+    def _queue(self, side: Channel, message: wire.Message, sent: Sent | None) -> None:
         self._messages.put((side, message, sent))
 
     def _serve(self, side: _Side, is_tick: bool) -> None:
@@ -249,7 +230,7 @@ class Listener:
                 return
             side.frames.popleft()
 
-    def _send(self, side: _Side, *frames: Frame) -> bool:
+    def _send(self, side: _Side, *frames: wire.Frame) -> bool:
         lane = side.lanes[side.num_sent % LANES]
         try:
             self._router.send_multipart([lane, *frames], zmq.DONTWAIT, copy=False)

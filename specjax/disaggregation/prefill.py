@@ -10,16 +10,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from specjax.checks import check_integer
-from specjax.disaggregation.messages import (
-    Cancel,
-    Job,
-    Message,
-    Piece,
-    Prefilled,
-    Refused,
-    Weights,
-    WireError,
-)
+from specjax.disaggregation import messages as wire
 from specjax.disaggregation.rows import KVTransfer
 from specjax.runtime.runner import ModelRunner
 from specjax.sampling.params import SamplingParams
@@ -29,14 +20,14 @@ from specjax.scheduling.request import GenerateRequest, Request, RunningRequest,
 
 logger = logging.getLogger(__name__)
 
-Reply = Callable[[Message], None]  # sends to a decode side; called in the loop's thread
+Reply = Callable[[wire.Message], None]  # sends to a decode side; called in the loop's thread
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class PrefillRequest(Request):
     """The request that runs a job; it ends with its first token."""
 
-    job: Job
+    job: wire.Job
     reply: Reply
     rows: tuple[Any, ...] | None = field(default=None, init=False)  # inputs of the first round
     weights: str = field(default="", init=False)  # fingerprint at the end of prefill
@@ -62,17 +53,17 @@ class PrefillJobs(PromptSource):
     def peer_connected(self) -> bool:
         return bool(self._clients)
 
-    def hosted(self, message: Message) -> Message:
+    def hosted(self, message: wire.Message) -> wire.Message:
         """Start to copy the arrays of a message to the host; called in the loop's thread."""
-        if isinstance(message, Piece):
+        if isinstance(message, wire.Piece):
             return replace(message, kv=self.transfer.hosted(message.kv))
-        if isinstance(message, Prefilled):
+        if isinstance(message, wire.Prefilled):
             return replace(message, rows=self.transfer.hosted(message.rows))
         return message
 
     def join(self, client: "DecodeClient") -> None:
         self._clients.add(client)
-        client.reply(Weights(weights=self.weights))  # the hello may have named older weights
+        client.reply(wire.Weights(weights=self.weights))  # the hello may have named older weights
 
     def leave(self, client: "DecodeClient") -> None:
         self._clients.discard(client)
@@ -80,7 +71,7 @@ class PrefillJobs(PromptSource):
     def weights_replaced(self) -> None:
         self.weights = self.transfer.weights()
         for client in self._clients:
-            client.reply(Weights(weights=self.weights))
+            client.reply(wire.Weights(weights=self.weights))
 
     def dispatched(self, rows: Sequence[RunningRequest]) -> None:
         for row in rows:
@@ -92,7 +83,7 @@ class PrefillJobs(PromptSource):
         sent = self._sent.setdefault(row, job.start)
         end = total if row.is_prefilled else row.kv_len - self._lookahead
         for start, count, kv in self.transfer.take(row.pages, sent, end):
-            request.reply(Piece(id=job.id, start=start, count=count, kv=kv))
+            request.reply(wire.Piece(id=job.id, start=start, count=count, kv=kv))
         self._sent[row] = max(sent, end)
         if row.is_prefilled:
             request.rows = self.transfer.take_first(row.slot)
@@ -112,16 +103,16 @@ class DecodeClient:
         self.reply = reply
         loop.post(partial(jobs.join, self))
 
-    def take(self, message: Message) -> None:
+    def take(self, message: wire.Message) -> None:
         """Start or cancel a job."""
-        if isinstance(message, Cancel):
+        if isinstance(message, wire.Cancel):
             call = self._calls.get(message.id)
             if call is not None:
                 self._loop.abort(call)
-        elif isinstance(message, Job):
+        elif isinstance(message, wire.Job):
             self._begin(message)
         else:
-            raise WireError(f"unexpected {type(message).__name__} message from a decode side")
+            raise wire.WireError(f"unexpected {type(message).__name__} message from a decode side")
 
     def lost(self) -> None:
         """Abort all jobs after the decode side has disconnected."""
@@ -129,19 +120,19 @@ class DecodeClient:
         for call in list(self._calls.values()):
             self._loop.abort(call)
 
-    def _begin(self, job: Job) -> None:
+    def _begin(self, job: wire.Job) -> None:
         try:
             request = self._request(job)
             self._loop.check(request)
         except ValueError as error:
-            self.reply(Refused(id=job.id, reason=str(error)))
+            self.reply(wire.Refused(id=job.id, reason=str(error)))
             return
         call = Call([request])
         call.deliver = partial(self._end, request)
         self._calls[job.id] = call
         self._loop.submit(call)
 
-    def _request(self, job: Job) -> PrefillRequest:
+    def _request(self, job: wire.Job) -> PrefillRequest:
         ids = np.asarray(job.input_ids)
         size = self._jobs.vocab_size
         if ids.ndim != 1 or not len(ids) or ids.dtype.kind not in "iu":
@@ -177,7 +168,7 @@ class DecodeClient:
         del self._calls[job.id]
         if error is not None or reason.get("type") == "abort":
             why = str(error) if error is not None else reason.get("message", "aborted")
-            self.reply(Refused(id=job.id, reason=why))
+            self.reply(wire.Refused(id=job.id, reason=why))
             return
         of_prompt = None
         if request.logprob_start_len is not None:
@@ -187,7 +178,7 @@ class DecodeClient:
             of_first = _arrays(request.output_token_logprobs, request.output_top_logprobs)
         states = request.output_hidden_states
         self.reply(
-            Prefilled(
+            wire.Prefilled(
                 id=job.id,
                 weights=request.weights,
                 token=request.output_ids[0],

@@ -7,22 +7,11 @@ from functools import partial
 
 import numpy as np
 
+from specjax.disaggregation import messages as wire
 from specjax.disaggregation.channel import Channel, Deliver, Lost, Terms
 from specjax.disaggregation.decode import PrefillPeer, RemotePrompts
 from specjax.disaggregation.dialer import Dialer
 from specjax.disaggregation.listener import Listener
-from specjax.disaggregation.messages import (
-    Arrival,
-    Cancel,
-    Hello,
-    Job,
-    Message,
-    Piece,
-    Prefilled,
-    Refused,
-    Weights,
-    WireError,
-)
 from specjax.disaggregation.prefill import DecodeClient, PrefillJobs
 from specjax.disaggregation.rows import check_facts
 from specjax.scheduling.loop import EngineLoop
@@ -64,7 +53,7 @@ class _DecodeSide:
     def __init__(self, channel: Channel, side: tuple[EngineLoop, PrefillJobs]) -> None:
         self._channel = channel
         self._prompts = side[1]
-        self._waiting: dict[int, Job] = {}
+        self._waiting: dict[int, wire.Job] = {}
         self._num_waiting_bytes = 0
         self._queued: dict[int, int] = {}  # bytes of KV of each running or unsent job
         self._given_up: set[int] = set()  # jobs that send nothing more; used in the loop's thread
@@ -73,12 +62,12 @@ class _DecodeSide:
 
     # In the listener's thread.
 
-    def deliver(self, message: Message) -> None:
-        if isinstance(message, Job):
+    def deliver(self, message: wire.Message) -> None:
+        if isinstance(message, wire.Job):
             self._take(message)
-        elif isinstance(message, Cancel) and message.id in self._waiting:
+        elif isinstance(message, wire.Cancel) and message.id in self._waiting:
             self._num_waiting_bytes -= _size(self._waiting.pop(message.id))
-            self._reply(Refused(id=message.id, reason="cancelled"))
+            self._reply(wire.Refused(id=message.id, reason="cancelled"))
         else:
             self._client.take(message)
 
@@ -87,11 +76,12 @@ class _DecodeSide:
         self._waiting.clear()
         self._client.lost()
 
-    def _take(self, job: Job) -> None:
+    def _take(self, job: wire.Job) -> None:
         if job.id in self._waiting or job.id in self._queued:
-            raise WireError(f"job {job.id} was sent again while in progress")
+            raise wire.WireError(f"job {job.id} was sent again while in progress")
         if self._num_waiting_bytes + _size(job) > MAX_WAITING:
-            self._reply(Refused(id=job.id, reason="too many prompts queued by this decode side"))
+            reason = "too many prompts queued by this decode side"
+            self._reply(wire.Refused(id=job.id, reason=reason))
             return
         self._waiting[job.id] = job
         self._num_waiting_bytes += _size(job)
@@ -118,16 +108,16 @@ class _DecodeSide:
 
     # In the loop's thread, except for refusals.
 
-    def _reply(self, message: Message) -> None:
+    def _reply(self, message: wire.Message) -> None:
         sent = None
-        if isinstance(message, Piece):
+        if isinstance(message, wire.Piece):
             self._wait(message.id)
             if message.id in self._given_up:
                 return
             size = sum(array.nbytes for array in message.kv)
             self._num_given += size
             sent = partial(self._piece_sent, size)
-        elif isinstance(message, Prefilled | Refused):
+        elif isinstance(message, wire.Prefilled | wire.Refused):
             sent = partial(self._ended, message.id)
             self._given_up.discard(message.id)
         try:
@@ -146,7 +136,7 @@ class _DecodeSide:
             if time.monotonic() > deadline:
                 logger.warning("a decode side reads KV too slowly and must prefill a prompt itself")
                 self._given_up.add(job)
-                self._client.take(Cancel(id=job))
+                self._client.take(wire.Cancel(id=job))
             time.sleep(1e-3)
 
 
@@ -183,25 +173,25 @@ class _Link(PrefillPeer):
         super().__init__(side)
         self._loop.post(partial(self._prompts.join, self))
 
-    def send(self, message: Message) -> None:
+    def send(self, message: wire.Message) -> None:
         self._channel.send(message)
 
     def hang_up(self) -> None:
         self._channel.close()
 
-    def deliver(self, message: Message) -> None:
-        if isinstance(message, Weights):
+    def deliver(self, message: wire.Message) -> None:
+        if isinstance(message, wire.Weights):
             self.weights = message.weights
             self._loop.post(partial(self._prompts.compare_weights, self))
-        elif isinstance(message, Arrival):
+        elif isinstance(message, wire.Arrival):
             self.put(message)
         else:
-            raise WireError(f"unexpected {type(message).__name__} message from a prefill side")
+            raise wire.WireError(f"unexpected {type(message).__name__} message from a prefill side")
 
 
-def _hello(prompts: PrefillJobs | RemotePrompts) -> Hello:
-    return Hello(facts=prompts.transfer.facts | {"weights": prompts.weights})
+def _hello(prompts: PrefillJobs | RemotePrompts) -> wire.Hello:
+    return wire.Hello(facts=prompts.transfer.facts | {"weights": prompts.weights})
 
 
-def _size(job: Job) -> int:
+def _size(job: wire.Job) -> int:
     return max(job.input_ids.nbytes, 1024)

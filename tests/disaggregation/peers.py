@@ -11,7 +11,7 @@ from typing import Any
 
 import zmq
 
-from specjax.disaggregation.channel import LANES, Channel, Deliver, Lost, Pulse, Terms, prepare
+from specjax.disaggregation.channel import LANES, Channel, Deliver, Lost, Pulse, Terms
 from specjax.disaggregation.dialer import Dialer
 from specjax.disaggregation.listener import Listener
 from specjax.disaggregation.messages import Hello, Message, Open, Taken, encode
@@ -144,7 +144,7 @@ def raw_lanes(address: str, hello: Hello = HELLO) -> Iterator[list[Any]]:
         token, lanes = os.urandom(16), []
         for number in range(LANES):
             lane = stack.enter_context(context.socket(zmq.DEALER))
-            prepare(lane, terms(End()), listens=False)
+            terms(End()).prepare(lane, listens=False)
             lane.maxmsgsize, lane.rcvtimeo = -1, round(1000 * SECONDS)
             lane.connect(f"tcp://{address}")
             [frame] = encode(Open(token=token, lane=number, facts=hello.facts))
