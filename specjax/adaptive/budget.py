@@ -14,7 +14,7 @@ import numpy as np
 from specjax.adaptive.config import ConfigSource, load_adaptive_config, nearest
 from specjax.adaptive.controller import check_counts
 from specjax.adaptive.cost import CostTable, Seconds
-from specjax.adaptive.survival import NOTHING_KNOWN, Counts, RoundRecord, SurvivalEstimator
+from specjax.adaptive.survival import NO_RECORD, Counts, RoundRecord, SurvivalEstimator
 from specjax.types import NO_DRAFTS, DraftShape
 
 Rates = Mapping[DraftShape, float]
@@ -86,10 +86,7 @@ class BudgetPolicy:
     """
 
     def __init__(
-        self,
-        seconds: Seconds,
-        initial_steps: int | None = None,
-        config: ConfigSource = None,
+        self, seconds: Seconds, initial_steps: int | None = None, config: ConfigSource = None
     ) -> None:
         config = load_adaptive_config(config)
         self.config = config.resolve("budget", {tier for tier, _ in seconds})
@@ -115,7 +112,7 @@ class BudgetPolicy:
         """The tier of the next round at the same batch size, which may be that of a probe."""
         return self.chosen if self.probe is None else self.probe
 
-    def tier_for_batch(self, batch_size: int, record: RoundRecord = NOTHING_KNOWN) -> DraftShape:
+    def tier_for_batch(self, batch_size: int, record: RoundRecord = NO_RECORD) -> DraftShape:
         candidates, bucket = self._candidates(batch_size), self.table.bucket_of(batch_size)
         if self.probe in candidates:
             return self.tier
@@ -130,7 +127,7 @@ class BudgetPolicy:
         *,
         tier: DraftShape,
         batch_size: int,
-        record: RoundRecord = NOTHING_KNOWN,
+        record: RoundRecord = NO_RECORD,
     ) -> bool:
         if not num_accepted_drafts:
             return False

@@ -7,7 +7,7 @@ from typing import Any, Protocol, TypeVar
 
 from specjax.adaptive.config import ConfigSource
 from specjax.adaptive.ema import AdaptiveSpeculativeParams
-from specjax.adaptive.survival import NOTHING_KNOWN, RoundRecord
+from specjax.adaptive.survival import NO_RECORD, RoundRecord
 from specjax.types import DraftShape
 
 logger = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ class AdaptiveSpecPolicy(Protocol):
     def tier(self) -> DraftShape:
         """The tier of the last decision, or the initial tier."""
 
-    def tier_for_batch(self, batch_size: int, record: RoundRecord = NOTHING_KNOWN) -> DraftShape:
+    def tier_for_batch(self, batch_size: int, record: RoundRecord = NO_RECORD) -> DraftShape:
         """The tier for the next round of ``batch_size`` rows; does not change any state.
 
         ``record`` has what is known before the round: context, requests and share.
@@ -78,7 +78,7 @@ class AdaptiveSpecPolicy(Protocol):
         *,
         tier: DraftShape,
         batch_size: int,
-        record: RoundRecord = NOTHING_KNOWN,
+        record: RoundRecord = NO_RECORD,
     ) -> bool:
         """Record a round in any tier; return whether the tier for this batch size changed."""
 
@@ -187,7 +187,7 @@ class AdaptiveController:
         *,
         tier: DraftShape | None = None,
         batch_size: int | None = None,
-        record: RoundRecord = NOTHING_KNOWN,
+        record: RoundRecord = NO_RECORD,
     ) -> bool:
         """Record one verified round; return whether the tier for its batch size changed.
 
@@ -226,9 +226,7 @@ class AdaptiveController:
             self.activate_for_batch(size)
         return has_moved
 
-    def activate_for_batch(
-        self, batch_size: int, record: RoundRecord = NOTHING_KNOWN
-    ) -> DraftShape:
+    def activate_for_batch(self, batch_size: int, record: RoundRecord = NO_RECORD) -> DraftShape:
         """Return the tier for the next round of ``batch_size`` rows, and apply its state.
 
         ``batch_size`` includes padding; ``record`` is as for a policy.

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from specjax.adaptive.config import AdaptiveSlot, ConfigSource, load_adaptive_config, nearest
-from specjax.adaptive.survival import NOTHING_KNOWN, RoundRecord
+from specjax.adaptive.survival import NO_RECORD, RoundRecord
 from specjax.types import DraftShape
 
 
@@ -109,7 +109,7 @@ class AdaptiveSpeculativeParams:
         """Average accepted drafts per row in that slot, without the bonus token."""
         return max(0.0, self.state.ema)  # negative if a slot started at step 0 without a probe yet
 
-    def tier_for_batch(self, batch_size: int, record: RoundRecord = NOTHING_KNOWN) -> DraftShape:
+    def tier_for_batch(self, batch_size: int, record: RoundRecord = NO_RECORD) -> DraftShape:
         return self._states[self.config.slot_index(batch_size)].tier
 
     def update(self, num_accepted_drafts: Sequence[int], batch_size: int | None = None) -> bool:
@@ -130,7 +130,7 @@ class AdaptiveSpeculativeParams:
         *,
         tier: DraftShape,
         batch_size: int,
-        record: RoundRecord = NOTHING_KNOWN,
+        record: RoundRecord = NO_RECORD,
     ) -> bool:
         """Do the same as :meth:`update`, but ignore rounds that ran in another tier."""
         if tier != self.tier_for_batch(batch_size):

@@ -35,7 +35,7 @@ class RoundRecord(NamedTuple):
     confidences: Sequence[Sequence[float]] | np.ndarray = ()
 
 
-NOTHING_KNOWN = RoundRecord()
+NO_RECORD = RoundRecord()
 
 
 class SurvivalEstimator:

@@ -78,13 +78,13 @@ def target_tokens(
     """
     if config.greedy:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32), None
-    shape, implementation = logits.shape[:2], resolve(config.implementation)
+    shape, backend = logits.shape[:2], resolve(config.implementation)
     sampling = inputs.sampling
 
     def adjust() -> Array:
         return adjust_logits(tree, logits, states, inputs)
 
-    if implementation == "xla":
+    if backend == "xla":
         adjusted = jax.lax.cond(jnp.any(sampling.is_adjusted > 0), adjust, lambda: logits)
     else:
         adjusted = adjust()
@@ -92,16 +92,14 @@ def target_tokens(
     flat = adjusted.reshape(-1, logits.shape[-1])
     per_row = partial(jnp.repeat, repeats=shape[1], axis=0)
     temperatures = per_row(sampling.temperatures)
-    thresholds = _thresholds(flat, sampling, shape[1], implementation)
+    thresholds = _thresholds(flat, sampling, shape[1], config)
     seeds, positions = per_row(sampling.seeds), (tree.positions + 1).reshape(-1)
-    tokens = draw_tokens(
-        flat, temperatures, thresholds, seeds, positions, implementation=implementation
-    )
+    tokens = draw_tokens(flat, temperatures, thresholds, seeds, positions, implementation=backend)
     if shape[1] > 1 and not config.acceptance.is_coupled:
         probs = filtered_probs(flat, temperatures, thresholds).reshape(logits.shape)
-        tokens = accept_tokens(
-            probs, tokens.reshape(shape), tree, sampling, config.acceptance, implementation
-        ).reshape(-1)
+        tokens = tokens.reshape(shape)
+        tokens = accept_tokens(probs, tokens, tree, sampling, config.acceptance, backend)
+        tokens = tokens.reshape(-1)
     wanted = per_row(num_best(sampling))
     if config.processed:
         values = logprobs_of(flat, tokens, wanted, config, temperatures, thresholds)
@@ -111,13 +109,11 @@ def target_tokens(
     return tokens.reshape(shape), Logprobs(*reshaped)
 
 
-def _thresholds(
-    flat: Array, sampling: SamplingTable, rows: int, implementation: str | None
-) -> Array:
+def _thresholds(flat: Array, sampling: SamplingTable, rows: int, config: SamplingConfig) -> Array:
     """Call :func:`logit_thresholds` for logits f32 ``[B * rows, V]`` of B requests."""
     limits = sampling.temperatures, sampling.top_ks, sampling.top_ps, sampling.min_ps
     by_row = (jnp.repeat(limit, rows, axis=0) for limit in limits)
-    return logit_thresholds(flat, *by_row, implementation=implementation)
+    return logit_thresholds(flat, *by_row, implementation=config.implementation)
 
 
 def draft_tokens(
@@ -147,7 +143,7 @@ def draft_tokens(
         the softmax of the logits, plus noise if any, at the column. For K = 1 it is 1, or with
         ``reads_confidence`` the softmax of the raw logits at the column, above 0.
     """
-    shape, implementation = logits.shape[:2], resolve(config.implementation)
+    shape, backend = logits.shape[:2], resolve(config.implementation)
     if config.acceptance.has_thresholds:
         config = replace(config, greedy=True)
     if config.acceptance.uses_rejection:
@@ -161,10 +157,10 @@ def draft_tokens(
     seeds, places = per_row(sampling.seeds), positions.reshape(-1)
     thresholds = jnp.full(temperatures.shape, -jnp.inf)
     if not config.greedy:
-        thresholds = _thresholds(flat, sampling, shape[1], implementation)
+        thresholds = _thresholds(flat, sampling, shape[1], config)
     if topk == 1:
         best = draw_tokens(
-            flat, temperatures, thresholds, seeds, places, ids, implementation=implementation
+            flat, temperatures, thresholds, seeds, places, ids, implementation=backend
         )
         best = best.reshape(*shape, 1)
         return _chain_scores(logits, best, config), best
@@ -177,7 +173,7 @@ def draft_tokens(
 
     if config.greedy:
         noisy = kept
-    elif implementation == "xla":
+    elif backend == "xla":
         noisy = jax.lax.cond(jnp.any(temperatures > 0), perturb, lambda: kept)
     else:
         noisy = perturb()
@@ -212,7 +208,7 @@ def draft_probs(
     """
     batch, rows = logits.shape[:2]
     flat, temperatures = logits.reshape(-1, logits.shape[-1]), sampling.temperatures
-    thresholds = _thresholds(flat, sampling, rows, config.implementation)
+    thresholds = _thresholds(flat, sampling, rows, config)
     probs = filtered_probs(flat, jnp.repeat(temperatures, rows, axis=0), thresholds)
     probs = probs.reshape(logits.shape)
     if ids is None:

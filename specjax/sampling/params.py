@@ -39,11 +39,7 @@ REFUSED = {
     "stream_interval": "a stream yields as soon as there are new tokens",
 }
 # names of the same parameters in other engines
-OTHER_NAMES = {
-    "max_tokens": "max_new_tokens",
-    "min_tokens": "min_new_tokens",
-    "seed": "sampling_seed",
-}
+ALIASES = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "seed": "sampling_seed"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,8 +181,8 @@ class SamplingParams:
         for name in unknown:
             if name in REFUSED:
                 raise refused(name, params[name], f"is not supported: {REFUSED[name]}")
-            if name in OTHER_NAMES:
-                message = f"{short(name)} is not supported; use {OTHER_NAMES[name]!r}"
+            if name in ALIASES:
+                message = f"{short(name)} is not supported; use {ALIASES[name]!r}"
                 raise ParameterError(message, param=name)
         if unknown:
             raise ParameterError(
