@@ -27,7 +27,7 @@ _SHORT.maxstring = _SHORT.maxlong = _SHORT.maxother = 500
 short = _SHORT.repr  # shortens a value for an error message
 
 
-CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"  # OpenAI's code, which clients check
+CONTEXT_EXCEEDED = "context_length_exceeded"  # OpenAI's code, which clients check
 
 
 class ParameterError(ValueError):

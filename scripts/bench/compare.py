@@ -163,12 +163,10 @@ def ids_of(runs: Sequence[PhaseRun]) -> list[list[int]]:
     return [output["output_ids"] for _, outputs in runs for output in outputs]
 
 
-def metrics(
-    repeats: Sequence[Sequence[PhaseRun]], reference: Sequence[list[int]]
-) -> dict[str, Any]:
+def metrics(repeats: Sequence[Sequence[PhaseRun]], truth: Sequence[list[int]]) -> dict[str, Any]:
     """Compute the metrics of consecutive phases in the median repeat.
 
-    ``equal_share`` is the share of requests whose tokens equal ``reference``. ``mean_latency``
+    ``equal_share`` is the share of requests whose tokens equal ``truth``. ``mean_latency``
     starts when a request is admitted. Without speculation, a round is one token.
     """
     totals = [sum(seconds for seconds, _ in runs) for runs in repeats]
@@ -194,7 +192,7 @@ def metrics(
         "verify_calls": drafts["verify_calls"],
         "wasted_drafts": drafts["proposed_drafts"] - drafts["correct_drafts"],
         "row_rounds_by_steps": dict(sorted(by_steps.items(), key=lambda item: int(item[0]))),
-        "equal_share": sum(map(list.__eq__, ids_of(runs), reference)) / len(metas),
+        "equal_share": sum(map(list.__eq__, ids_of(runs), truth)) / len(metas),
     }
 
 
@@ -225,10 +223,7 @@ def rows_of(
         }
         for name, part in parts.items():
             truth = truths.setdefault((temperature, name), ids_of(runs[PLAIN][0][part]))
-            rows = {
-                case: metrics([run[part] for run in repeats], truth)
-                for case, repeats in runs.items()
-            }
+            rows = {case: metrics([run[part] for run in one], truth) for case, one in runs.items()}
             add_ratios(rows, list(states))
             for case, row in rows.items():
                 own = {"case": case, "prompts": name, "temperature": temperature}

@@ -11,10 +11,10 @@ round that has just written it. Attention reads its keys and values from memory:
 shuffled over a larger pool. Every page size is first compared with the float32 reference.
 """
 
-import argparse
 import json
 import statistics
 import time
+from argparse import ArgumentParser
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -240,9 +240,7 @@ def _cases(name: str, *, is_smoke: bool) -> Iterator[tuple[str, Case]]:
 
 
 def main(name: str, argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog=f"specjax bench {name}", description=__doc__.splitlines()[0]
-    )
+    parser = ArgumentParser(prog=f"specjax bench {name}", description=__doc__.splitlines()[0])
     parser.add_argument("--smoke", action="store_true", help="run tiny sizes, twice each")
     parser.add_argument("--output", type=Path, help="file to append one JSON line per row to")
     args = parser.parse_args(argv)

@@ -9,11 +9,11 @@ The floor is the time needed to read the target's weights, the KV of the context
 weights (once per draft pass) at the copy bandwidth of the same run. 0 steps is plain decoding.
 """
 
-import argparse
 import json
 import statistics
 import tempfile
 import time
+from argparse import ArgumentParser, Namespace
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -69,10 +69,8 @@ COLUMNS = (
 )
 
 
-def parse_arguments(name: str, argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog=f"specjax bench {name}", description=__doc__.splitlines()[0]
-    )
+def parse_arguments(name: str, argv: Sequence[str]) -> Namespace:
+    parser = ArgumentParser(prog=f"specjax bench {name}", description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--preset", choices=PRESETS, default="llama3.1-8b", help="model shape, random weights")
     add("--model", help="real weights instead of --preset: name, folder or file")
@@ -237,7 +235,7 @@ def make_prompts(engine: Engine, lengths: list[int], rng: np.random.Generator) -
     ]
 
 
-def build(args: argparse.Namespace, steps: int, folder: Path) -> Engine:
+def build(args: Namespace, steps: int, folder: Path) -> Engine:
     largest, longest = max(args.batch), args.context + args.context // 5
     # enough for twelve repeats in device_ms, and for engine_ms with one dispatch ahead
     through = dispatches_needed([longest] * largest, 2 * args.rounds) + 1
@@ -270,7 +268,7 @@ def build(args: argparse.Namespace, steps: int, folder: Path) -> Engine:
 
 
 def measure(
-    args: argparse.Namespace, engine: Engine, steps: int, batch: int, rng: np.random.Generator
+    args: Namespace, engine: Engine, steps: int, batch: int, rng: np.random.Generator
 ) -> Iterator[dict[str, Any]]:
     """Yield a row for each kind of sampling at one batch size, without ``floor_ms``."""
     lengths = rng.integers(args.context, args.context + args.context // 5, size=batch).tolist()

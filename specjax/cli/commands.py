@@ -14,14 +14,7 @@ from typing import Any
 import jax
 
 from specjax.checks import check_integer, check_number
-from specjax.cli.options import (
-    SERVING,
-    add_command,
-    add_engine_options,
-    add_start_options,
-    add_switches,
-    with_preset,
-)
+from specjax.cli import options
 from specjax.compiling.cache import open_compile_cache
 from specjax.engine.args import EngineArgs
 from specjax.engine.build import warm_up
@@ -38,7 +31,7 @@ NAMES |= {name: name for name in ("compare", "kernels", "round", "serving")}
 
 
 def add_serve_parser(commands: Any) -> None:
-    parser = add_command(
+    parser = options.add_command(
         commands,
         "serve",
         run_serve,
@@ -104,8 +97,8 @@ def add_serve_parser(commands: Any) -> None:
         'those of /, /health, /ping and /metrics have level "debug"',
         "--quiet": "hide progress",
     }
-    add_switches(group, switches)
-    add_engine_options(parser, SERVING)
+    options.add_switches(group, switches)
+    options.add_engine_options(parser, options.SERVING)
 
 
 def run_serve(
@@ -141,7 +134,7 @@ def _or_environment(value: str | None, name: str) -> str | None:
 
 
 def add_warmup_parser(commands: Any) -> None:
-    parser = add_command(
+    parser = options.add_command(
         commands,
         "warmup",
         run_warmup,
@@ -149,14 +142,14 @@ def add_warmup_parser(commands: Any) -> None:
         "Compile all functions of an engine with these options into the compilation cache, without "
         "loading weights. Existing entries are kept.",
     )
-    add_engine_options(parser, SERVING)
+    options.add_engine_options(parser, options.SERVING)
     group = parser.add_argument_group("warm-up")
-    add_start_options(group, ())
+    options.add_start_options(group, ())
     switches = {
         "--stages": "also compile the separate stages that generate --show-tree runs",
         "--quiet": "hide progress and the table",
     }
-    add_switches(group, switches)
+    options.add_switches(group, switches)
     for flag, kind, metavar, text in (
         ("--prune", float, "DAYS", "delete cache entries not read for this many days"),
         ("--json", Path, "FILE", "write the results to this file"),
@@ -167,7 +160,7 @@ def add_warmup_parser(commands: Any) -> None:
 def run_warmup(args: argparse.Namespace, engine_args: dict[str, Any], _: object) -> int:
     """Run the command; returns 1 if a function could not be written to the cache, else 0."""
     with tempfile.TemporaryDirectory() as folder:
-        parsed = EngineArgs(**with_preset(engine_args, args.preset, Path(folder)))
+        parsed = EngineArgs(**options.with_preset(engine_args, args.preset, Path(folder)))
         result = warm_up(parsed, stages=args.stages)
     if args.prune is not None and (cache := open_compile_cache(parsed.compile_cache_dir)):
         count = cache.prune(args.prune * SECONDS_PER_DAY)

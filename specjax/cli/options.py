@@ -85,11 +85,8 @@ def add_options(group: argparse._ActionsContainer, cls: type, names: Collection[
 
 
 def add_engine_options(parser: argparse.ArgumentParser, memory: Collection[str] = MEMORY) -> None:
-    for title, names in (
-        ("model", MODEL),
-        ("speculation", SPECULATION),
-        ("memory and start-up", memory),
-    ):
+    groups = {"model": MODEL, "speculation": SPECULATION, "memory and start-up": memory}
+    for title, names in groups.items():
         group = parser.add_argument_group(title)
         add_options(group, EngineArgs, names)
     if "disaggregation_mode" in memory:
@@ -203,6 +200,4 @@ def _refused(_: str) -> str:
 def _descriptions(cls: type) -> dict[str, str]:
     attributes = (inspect.getdoc(cls) or "").partition("Attributes:\n")[2]
     found = re.findall(r"^ {4}(\w+): (.+(?:\n {8}.+)*)", attributes, re.MULTILINE)
-    return {
-        name: " ".join(text.split()).replace("``", "").replace("%", "%%") for name, text in found
-    }
+    return {key: " ".join(text.split()).replace("``", "").replace("%", "%%") for key, text in found}

@@ -120,15 +120,10 @@ class TreePainter:
             gained = len(tree.path)
             if left > 0:  # else the request had ended before this round, which was in flight
                 drafts = f"{gained - 1} of {len(tree.tokens) - 1} drafts accepted"
-                tokens = f"{gained} token{'s' * (gained != 1)}"
                 cut = f", {left} within the text" if left < gained else ""
+                title = f"round {number}: {drafts}, {gained} token{'s' * (gained != 1)}{cut}"
                 root = f"  {self._text(tree.tokens[0])}"
-                parts += [
-                    "",
-                    f"round {number}: {drafts}, {tokens}{cut}",
-                    root,
-                    *self._below(tree, 0),
-                ]
+                parts += ["", title, root, *self._below(tree, 0)]
             left -= gained
         return "\n".join(parts)
 

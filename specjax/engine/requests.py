@@ -8,13 +8,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from specjax.checks import (
-    CONTEXT_LENGTH_EXCEEDED,
-    ParameterError,
-    check_integer,
-    is_integer,
-    refused,
-)
+from specjax.checks import CONTEXT_EXCEEDED, ParameterError, check_integer, is_integer, refused
 from specjax.engine.plan import EnginePlan
 from specjax.sampling.params import SamplingParams
 from specjax.scheduling.loop import Call
@@ -128,7 +122,7 @@ def refuse_length(num_tokens: int, context_length: float) -> NoReturn:
         f"a prompt of {num_tokens} tokens must be shorter than context_length={context_length}; "
         "shorten the prompt or raise context_length",
         limit=context_length,
-        code=CONTEXT_LENGTH_EXCEEDED,
+        code=CONTEXT_EXCEEDED,
     )
 
 
@@ -214,7 +208,8 @@ class RequestFactory:
                 seed = int(self._rng.integers(2**63))
         else:
             seed = sample_seed(params.sampling_seed, sample)
-        max_tokens = min(self._plan.context_length, self._scheduler.max_tokens)
+        # the prompt must fit; the completion is truncated
+        left = min(self._plan.context_length, self._scheduler.max_tokens) - len(arguments.input_ids)
         decoder = None
         if self._tokenizer is not None:
             skips = params.skip_special_tokens
@@ -222,10 +217,7 @@ class RequestFactory:
         request = Request(
             arguments,
             seed=seed,
-            # the prompt must fit; the completion is truncated
-            max_new_tokens=min(
-                params.max_new_tokens, max(1, max_tokens - len(arguments.input_ids))
-            ),
+            max_new_tokens=min(params.max_new_tokens, max(1, left)),
             end_token_ids=frozenset(ends),
             decoder=decoder,
             spec_width=self._plan.config.kv_writes.accept_width - 1,

@@ -188,9 +188,7 @@ class InFlight:
             if count == 0 or request.is_finished:
                 break
             self._metrics.rows_by_proposed[proposed] += 1
-            own = (
-                jax.tree.map(lambda leaf, at=(number, index): leaf[at], reports) if reports else ()
-            )
+            own = jax.tree.map(lambda leaf, at=(number, index): leaf[at], reports)
             kept += request.append_round(tokens[:count], proposed, accepted, tier, *own)
         row.kv_len += kept
         if kept:
@@ -220,14 +218,10 @@ class InFlight:
             ]
             # Rows without proposed drafts do not count; a round with only such rows is plain. But a
             # packed round proposes none for requests whose drafts are unlikely to survive.
-            drafting = [
-                one for one in live if one[2] or (tier.packed and one[1].params.speculative)
-            ]
+            drafting = [x for x in live if x[2] or (tier.packed and x[1].params.speculative)]
             if tier.steps and not drafting and NO_DRAFTS not in controller.tiers:
                 continue
-            index, requests, proposed, accepted, _ = (
-                zip(*drafting, strict=True) if drafting else [()] * 5
-            )
+            index, requests, proposed, accepted, _ = [*zip(*drafting, strict=True)] or [()] * 5
             # the float32 bits of confidences, if the round reports them
             bits = batch[list(index), tier.accept_width : -3].view(np.float32)
             executed, ids = tier if drafting else NO_DRAFTS, [request.rid for request in requests]

@@ -89,10 +89,8 @@ def route(service: Service) -> Router:
     to("/get_model_info /model_info", routes.model_info, *get)
     to("/tokenizer_info", routes.tokenizer_info, *get)
     to("/tokenize", partial(read_body, read=routes.tokenize, renders=True), post)
-    detokenize = partial(
-        read_body, read=routes.detokenize, renders=True, max_bytes=routes.MAX_IDS_BYTES
-    )
-    to("/detokenize", detokenize, post)
+    read = partial(read_body, read=routes.detokenize, renders=True, max_bytes=routes.MAX_IDS_BYTES)
+    to("/detokenize", read, post)
     to("/abort_request", answer_abort, post)
     to("/flush_cache", routes.flush_cache, *get, post, is_admin=True)
     to("/update_weights_from_disk", routes.update_weights, post, is_admin=True)

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec import Raw
 
-from specjax.checks import CONTEXT_LENGTH_EXCEEDED, ParameterError, short
+from specjax.checks import CONTEXT_EXCEEDED, ParameterError, short
 from specjax.engine.requests import refuse_length
 
 logger = logging.getLogger(__name__)
@@ -303,7 +303,7 @@ def client_names(prompt: str | None = None, **others: str) -> Iterator[None]:
         message = _WORD.sub(lambda word: names.get(word[0], word[0]), message)
         if isinstance(error, ParameterError):
             param, code = names.get(error.param or ""), error.code
-            if code == CONTEXT_LENGTH_EXCEEDED:
+            if code == CONTEXT_EXCEEDED:
                 # clients recognise this wording, then shorten the prompt or use another model
                 message = f"This model's maximum context length is {error.limit} tokens; {message}"
                 param = prompt

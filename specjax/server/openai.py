@@ -148,14 +148,12 @@ def read_chat(service: Service, body: Body) -> tuple[Call, Answer]:
     if num_top and not wants_logprobs:
         raise ApiError(400, "top_logprobs needs logprobs=true", param="top_logprobs")
     is_stream, shown = take_shown(body)
-    newer = body.take("max_completion_tokens")  # the newer name of max_tokens
-    older = body.take("max_tokens", newer)
-    if newer is not None and older != newer:
-        message = (
-            f"max_tokens={short(older)} and max_completion_tokens={short(newer)} differ; set one"
-        )
+    new = body.take("max_completion_tokens")  # the newer name of max_tokens
+    old = body.take("max_tokens", new)
+    if new is not None and old != new:
+        message = f"max_tokens={short(old)} and max_completion_tokens={short(new)} differ; set one"
         raise ApiError(400, message, param="max_completion_tokens")
-    body.put("max_tokens", older)
+    body.put("max_tokens", old)
     length = service.engine.context_length
     is_cut = wants_logprobs and "max_tokens" not in body
     params = take_params(body, length)

@@ -10,7 +10,7 @@ import tokenizers
 from tokenizers import decoders
 from tokenizers.processors import TemplateProcessing
 
-from specjax.checks import CONTEXT_LENGTH_EXCEEDED, ParameterError
+from specjax.checks import CONTEXT_EXCEEDED, ParameterError
 from specjax.json_file import Fields, Flag, Size, read_text
 from specjax.text.chat_template import render_chat_template
 
@@ -101,7 +101,7 @@ class Tokenizer:
                 f"a token has at most {self.max_token_chars} characters; "
                 "shorten it or raise context_length",
                 limit=context_length,
-                code=CONTEXT_LENGTH_EXCEEDED,
+                code=CONTEXT_EXCEEDED,
             )
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:

@@ -130,9 +130,7 @@ def run(args: argparse.Namespace) -> None:
         vocabulary = draft_vocabulary(kept, draft.draft_vocab_size, model.vocab_size)
         if "d2t" in initial:
             vocabulary = np.arange(len(initial["d2t"]), dtype=np.int32) + initial["d2t"]
-        rows, held_rows = (
-            pack(part, config.row_length, args.seed, config.join) for part in (kept, held)
-        )
+        rows, held_rows = (pack(x, config.row_length, args.seed, config.join) for x in (kept, held))
         parts = config, draft, flat, weights, vocabulary
         if isinstance(draft, BlockConfig):
             some = PackedBatch(*(x[:2] for x in rows))

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from specjax.models.decoder import CausalLM
 from specjax.models.eagle import Eagle3Head
@@ -31,31 +32,31 @@ class PackedBatch(NamedTuple):
     serving: the last prompt token and every answer token.
     """
 
-    tokens: jax.Array  # i32[B, T]
-    segments: jax.Array  # i32[B, T], number of the sequence, from 1; 0 is padding
-    texts: jax.Array  # i32[B, T], number of the text, from 1
-    positions: jax.Array  # i32[B, T]
-    starts: jax.Array  # bool[B, T]
+    tokens: Array  # i32[B, T]
+    segments: Array  # i32[B, T], number of the sequence, from 1; 0 is padding
+    texts: Array  # i32[B, T], number of the text, from 1
+    positions: Array  # i32[B, T]
+    starts: Array  # bool[B, T]
 
 
 class TargetOutputs(NamedTuple):
     """The outputs of the frozen target for each token of a packed batch."""
 
-    features: jax.Array  # [B, T, F]
-    draft_logits: jax.Array  # f32[B, T, W], over the draft vocabulary
-    argmax: jax.Array  # i32[B, T], over the whole vocabulary
+    features: Array  # [B, T, F]
+    draft_logits: Array  # f32[B, T, W], over the draft vocabulary
+    argmax: Array  # i32[B, T], over the whole vocabulary
 
 
 class StepStatistics(NamedTuple):
     """Sums over a batch by draft step; add them to combine batches."""
 
-    loss: jax.Array  # f32[S], sum of losses
-    weight: jax.Array  # f32[S], number of rows with a loss
-    rows: jax.Array  # f32[S], number of rows whose prediction is in the answer
-    reached: jax.Array  # f32[S], number of `rows` with correct predictions in all earlier steps
-    accepted: jax.Array  # f32[S], number of `reached` rows with a correct prediction
+    loss: Array  # f32[S], sum of losses
+    weight: Array  # f32[S], number of rows with a loss
+    rows: Array  # f32[S], number of rows whose prediction is in the answer
+    reached: Array  # f32[S], number of `rows` with correct predictions in all earlier steps
+    accepted: Array  # f32[S], number of `reached` rows with a correct prediction
 
-    def acceptance(self) -> jax.Array:
+    def acceptance(self) -> Array:
         """Acceptance rate f32[S] of each step if all earlier steps were accepted."""
         return self.accepted / jnp.maximum(self.reached, 1.0)
 
@@ -64,13 +65,13 @@ class StepStatistics(NamedTuple):
         return float(1.0 + jnp.cumprod(self.acceptance()).sum())
 
 
-def _shift_left(x: jax.Array, count: int) -> jax.Array:
+def _shift_left(x: Array, count: int) -> Array:
     """Shift ``x [B, T, ...]`` by ``count`` rows to the left, with zeros at the end."""
     return jnp.pad(x[:, count:], [(0, 0), (0, count)] + [(0, 0)] * (x.ndim - 2))
 
 
 def target_outputs(
-    target: CausalLM, batch: PackedBatch, vocabulary: jax.Array, feature_layers: tuple[int, ...]
+    target: CausalLM, batch: PackedBatch, vocabulary: Array, feature_layers: tuple[int, ...]
 ) -> TargetOutputs:
     """Run the target over packed rows; ``vocabulary`` i32[W] has the target ids of draft ids."""
     attend = packed_attend(batch.texts)
@@ -81,19 +82,19 @@ def target_outputs(
 
 
 def ttt_states(
-    draft: Eagle3Head, target: CausalLM, batch: PackedBatch, features: jax.Array, num_steps: int
-) -> Iterator[jax.Array]:
+    draft: Eagle3Head, target: CausalLM, batch: PackedBatch, features: Array, num_steps: int
+) -> Iterator[Array]:
     """Yield the recurrent states ``[B, T, D]`` of steps 0 to ``num_steps - 1``."""
     hidden = draft.fuse(features)
     attend = ttt_attend(batch.texts)
-    kv: tuple[tuple[jax.Array, jax.Array], ...] = ()
+    kv: tuple[tuple[Array, Array], ...] = ()
     for step in range(num_steps):
         embeds = draft.embed(_shift_left(batch.tokens, step + 1), target)
         hidden, kv = draft(embeds, hidden, batch.positions + step, kv, attend)
         yield hidden
 
 
-def step_mask(batch: PackedBatch, step: int) -> jax.Array:
+def step_mask(batch: PackedBatch, step: int) -> Array:
     """Mark the rows, bool ``[B, T]``, that predict a token in their own answer in ``step``."""
     in_answer = _shift_left(batch.segments, step + 2) == batch.segments
     return batch.starts & in_answer & (batch.segments > 0)
@@ -104,10 +105,10 @@ def ttt_loss(
     target: CausalLM,
     batch: PackedBatch,
     outputs: TargetOutputs,
-    vocabulary: jax.Array,
+    vocabulary: Array,
     num_steps: int,
     hard_weight: float,
-) -> tuple[jax.Array, StepStatistics]:
+) -> tuple[Array, StepStatistics]:
     """Compute the loss of the unrolled draft, ``sum_j 0.8^j loss_j``, and its statistics.
 
     The label of a row is ``1 - hard_weight`` times the target's softmax over the draft vocabulary
@@ -118,7 +119,7 @@ def ttt_loss(
     soft = jax.nn.softmax(outputs.draft_logits, axis=-1)
     total = jnp.zeros((), jnp.float32)
     alive = jnp.ones(batch.tokens.shape, bool)
-    sums: list[tuple[jax.Array, ...]] = []
+    sums: list[tuple[Array, ...]] = []
     states = ttt_states(draft, target, batch, outputs.features, num_steps)
     for step, hidden in enumerate(states):
         mask = step_mask(batch, step)
@@ -137,7 +138,7 @@ def ttt_loss(
     return total, jax.lax.stop_gradient(StepStatistics(*columns))
 
 
-def labels_of(tokens: jax.Array, vocabulary: jax.Array) -> tuple[jax.Array, jax.Array]:
+def labels_of(tokens: Array, vocabulary: Array) -> tuple[Array, Array]:
     """Draft ids i32 of target tokens, and whether each is in the draft vocabulary i32[W].
 
     Tokens outside it get id W, which equals no draft.
@@ -148,9 +149,7 @@ def labels_of(tokens: jax.Array, vocabulary: jax.Array) -> tuple[jax.Array, jax.
     return jnp.where(known, label, width), known
 
 
-def cross_entropy(
-    logits: jax.Array, soft: jax.Array, label: jax.Array, hard_weight: float
-) -> jax.Array:
+def cross_entropy(logits: Array, soft: Array, label: Array, hard_weight: float) -> Array:
     """Cross entropy f32 ``[...]`` of logits ``[..., W]``.
 
     The label i32 ``[...]`` has weight ``hard_weight``, the distribution ``soft [..., W]`` the rest.
@@ -165,7 +164,7 @@ def cross_entropy(
 _NEGATIVE = -1e30
 
 
-def packed_attend(texts: jax.Array) -> Attend:
+def packed_attend(texts: Array) -> Attend:
     """Make an ``Attend``: causal attention within each text i32[B, T], without a KV cache.
 
     Scores and softmax are float32. On a GPU, cuDNN computes bfloat16 attention.
@@ -173,9 +172,7 @@ def packed_attend(texts: jax.Array) -> Attend:
     mask = _causal_mask(texts)[:, None]
 
     @rotated
-    def attend(
-        kv: Any, layer: int, q: jax.Array, k: jax.Array, v: jax.Array
-    ) -> tuple[Any, jax.Array]:
+    def attend(kv: Any, layer: int, q: Array, k: Array, v: Array) -> tuple[Any, Array]:
         is_fused = q.dtype == jnp.bfloat16 and jax.default_backend() == "gpu"
         implementation = "cudnn" if is_fused else None
         return kv, dense_attention(q, k, v, mask=mask, implementation=implementation)
@@ -183,7 +180,7 @@ def packed_attend(texts: jax.Array) -> Attend:
     return attend
 
 
-def ttt_attend(texts: jax.Array) -> Attend:
+def ttt_attend(texts: Array) -> Attend:
     """Make an ``Attend`` for the unrolled draft steps over packed rows.
 
     ``kv`` is a tuple with ``(k, v)`` of each earlier step. A query at row i in step j sees the keys
@@ -193,9 +190,7 @@ def ttt_attend(texts: jax.Array) -> Attend:
     mask = _causal_mask(texts)[:, None, None]
 
     @rotated
-    def attend(
-        kv: Any, layer: int, q: jax.Array, k: jax.Array, v: jax.Array
-    ) -> tuple[Any, jax.Array]:
+    def attend(kv: Any, layer: int, q: Array, k: Array, v: Array) -> tuple[Any, Array]:
         kv = (*kv, (k, v))
         (first_k, first_v), later = kv[0], kv[1:]
         # [B, T, KV, G, H]
@@ -219,13 +214,13 @@ def ttt_attend(texts: jax.Array) -> Attend:
     return attend
 
 
-def _causal_mask(texts: jax.Array) -> jax.Array:
+def _causal_mask(texts: Array) -> Array:
     # bool [B, T, T]: a token sees itself and earlier tokens of the same text
     rows = jnp.arange(texts.shape[1])
     same = texts[:, :, None] == texts[:, None, :]
     return same & (rows[:, None] >= rows[None, :])
 
 
-def _product(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
+def _product(spec: str, a: Array, b: Array) -> Array:
     precision = precision_for(a.dtype)
     return jnp.einsum(spec, a, b, precision=precision, preferred_element_type=jnp.float32)
