@@ -193,13 +193,8 @@ class Listener:
             return
         del self._openings[message.token]
         lanes = [opening[number] for number in range(LANES)]
-        side = _Side(
-            lanes,
-            wire.Assembler(self._terms.max_bytes),
-            wire.Hello(facts=message.facts),
-            self._bell,
-            self._queue,
-        )
+        assembler, hello = wire.Assembler(self._terms.max_bytes), wire.Hello(facts=message.facts)
+        side = _Side(lanes, assembler, hello, self._bell, self._queue)
         self._sides.update(dict.fromkeys(lanes, side))
         try:
             side.frames.extend(wire.encode(self._terms.hello()))
