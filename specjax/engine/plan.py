@@ -18,21 +18,12 @@ from specjax.kv.pages import ATTENTION_OPTIONS
 from specjax.metrics import METRICS, Totals
 from specjax.models.flat import Networks, Placement
 from specjax.models.registry import check_attention, layer_kinds
-from specjax.runtime.runner_config import (
-    DEFAULT_CHUNK,
-    MemoryNeeds,
-    RunnerConfig,
-    batch_buckets,
-    device_memory,
-    memory_needs,
-    plan_pages,
-    prefill_buckets,
-    smallest_bucket,
-)
+from specjax.runtime import runner_config as sizing
 from specjax.types import DraftShape
 
 logger = logging.getLogger(__name__)
 
+Info = dict[str, Any]
 # The number of pages is part of the shapes that functions are compiled for. The memory that a
 # device reports varies slightly between starts, as the driver's reserve does. Rounding it down to
 # this granule keeps the number of pages, and so the compiled functions, the same.
@@ -52,8 +43,8 @@ class EnginePlan:
     target: TargetCheckpoint
     drafts: tuple[Checkpoint[Any], ...]  # one, or none if the draft has no network
     networks: Networks
-    needs: MemoryNeeds
-    config: RunnerConfig
+    needs: sizing.MemoryNeeds
+    config: sizing.RunnerConfig
     context_length: int  # prompt and completion together
 
     @property
@@ -137,18 +128,18 @@ def plan_engine(args: EngineArgs) -> EnginePlan:
     for model in networks.models:
         check_attention(model, ATTENTION_OPTIONS)
     slots = args.max_running_requests or (4 if on_cpu else 32)
-    chunk = args.chunked_prefill_size or DEFAULT_CHUNK
+    chunk = args.chunked_prefill_size or sizing.DEFAULT_CHUNK
     if on_cpu:
         most = min(chunk, context_length)
     else:
         most = min(max(chunk, IDLE_CHUNK), context_length * slots)
-    smallest = smallest_bucket(
+    smallest = sizing.smallest_bucket(
         on_gpu=not on_cpu, drafts=shapes[-1].steps > 0, weight_bytes=networks.weight_bytes
     )
-    buckets = batch_buckets(args.batch_buckets, slots, smallest)
+    buckets = sizing.batch_buckets(args.batch_buckets, slots, smallest)
     shapes += packed_tiers(args, shapes[-1], buckets[-1])
     longest = context_length + KVWrites.of(shapes, args.rounds_per_dispatch).tail
-    config = RunnerConfig(
+    config = sizing.RunnerConfig(
         algorithm=args.algorithm,
         shapes=shapes,
         page_size=args.page_size,
@@ -157,7 +148,7 @@ def plan_engine(args: EngineArgs) -> EnginePlan:
         num_slots=slots + 1,
         # a prefill engine runs no rounds
         batch_buckets=() if args.disaggregation_mode == "prefill" else buckets,
-        prefill_buckets=prefill_buckets(most, on_cpu=on_cpu),
+        prefill_buckets=sizing.prefill_buckets(most, on_cpu=on_cpu),
         mixed_prefill_tokens=min(chunk, most),
         processed_logprobs=args.logprobs_mode == "processed",
         rounds_per_dispatch=args.rounds_per_dispatch,
@@ -166,10 +157,10 @@ def plan_engine(args: EngineArgs) -> EnginePlan:
         acceptance=args.acceptance,
         reads_confidence=any(shape.packed for shape in shapes),
     )
-    memory = device_memory(placement.device) // MEMORY_GRANULE * MEMORY_GRANULE
+    memory = sizing.device_memory(placement.device) // MEMORY_GRANULE * MEMORY_GRANULE
     transit_tokens = TRANSIT_TOKENS if args.disaggregation_mode == "decode" else 0
-    needs = memory_needs(networks, config, transit_tokens)
-    num_pages = plan_pages(
+    needs = sizing.memory_needs(networks, config, transit_tokens)
+    num_pages = sizing.plan_pages(
         needs,
         config,
         memory=memory,
@@ -196,9 +187,7 @@ NAMES = {
 }
 
 
-def server_info(
-    plan: EnginePlan, totals: Totals, controller: AdaptiveController | None
-) -> dict[str, Any]:
+def server_info(plan: EnginePlan, totals: Totals, controller: AdaptiveController | None) -> Info:
     """Return arguments, planned sizes and, in ``internal_states``, metrics, as SGLang does."""
     args = plan.args
     tier = {
@@ -222,9 +211,7 @@ def server_info(
     }
 
 
-def _state(
-    plan: EnginePlan, totals: Totals, controller: AdaptiveController | None
-) -> dict[str, Any]:
+def _state(plan: EnginePlan, totals: Totals, controller: AdaptiveController | None) -> Info:
     metrics = {
         NAMES.get(metric.name, metric.name): metric.of(totals)
         for metric in METRICS

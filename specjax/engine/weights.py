@@ -38,12 +38,10 @@ def load_weights(
     is_dummy = plan.args.load_format == "dummy"
     with jax.default_device(place.device):
         if shared is not None:
-            other, runner = shared
-            is_here = other.networks.placement == place
+            base, runner = shared
+            is_here = base.networks.placement == place
             target, draft = runner.weights if is_here else place.put(runner.weights)
-            if len(plan.drafts) == len(other.drafts) and all(
-                map(is_same, plan.drafts, other.drafts)
-            ):
+            if len(plan.drafts) == len(base.drafts) and all(map(is_same, plan.drafts, base.drafts)):
                 return target, draft
         elif is_dummy:
             target = place.put(nets.target.random(0))
@@ -173,11 +171,9 @@ def replace_weights(runner: ModelRunner, new: NewWeights) -> None:
 def _check_same_config(new: Checkpoint[Any], old: Checkpoint[Any]) -> None:
     names = [field.name for field in fields(old.config) if field.compare]
     values = [(name, getattr(new.config, name), getattr(old.config, name)) for name in names]
-    differing = [f"{name}={a!r} instead of {b!r}" for name, a, b in values if a != b]
+    differing = ", ".join(f"{name}={a!r} instead of {b!r}" for name, a, b in values if a != b)
     if differing:
-        raise ValueError(
-            f"{new.path} does not fit the engine: {', '.join(differing)}; make a new engine"
-        )
+        raise ValueError(f"{new.path} does not fit the engine: {differing}; make a new engine")
 
 
 def _check_fits(what: str, value: Any, shape: tuple[int, ...], dtype: Any) -> None:

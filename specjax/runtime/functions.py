@@ -14,19 +14,16 @@ from specjax.models.weights import MAX_SPLIT_ROWS
 from specjax.runtime.runner_config import RunnerConfig
 from specjax.sampling.accept_draws import COUPLED
 from specjax.sampling.draw import SamplingConfig
+from specjax.speculative import round as spec_round
 from specjax.speculative.future_map import DeviceState, record_cached
 from specjax.speculative.prefill import HEADER, prefill_chunks
-from specjax.speculative.round import (
-    Resident,
-    RoundConfig,
-    draft_stage,
-    extend_stage,
-    spec_rounds,
-    verify_stage,
-)
 from specjax.types import DraftShape, RoundOutput, VerifyInput, VerifyOutput
 
-STAGES: dict[str, Any] = {"draft": draft_stage, "verify": verify_stage, "extend": extend_stage}
+STAGES: dict[str, Any] = {
+    "draft": spec_round.draft_stage,
+    "verify": spec_round.verify_stage,
+    "extend": spec_round.extend_stage,
+}
 Key = tuple[str, ...] | tuple[str, int] | tuple[str, DraftShape, int]
 # key in the compile pool, jitted function, abstract arguments, XLA options
 Job = tuple[Key, Any, tuple[Any, ...], CompilerOptions]
@@ -83,7 +80,7 @@ class RoundFunctions:
             acceptance=COUPLED if greedy else self._config.acceptance,
             reads_confidence=self._config.reads_confidence,
         )
-        config = RoundConfig(
+        config = spec_round.RoundConfig(
             algorithm=algorithm,
             shape=shape,
             feature_layers=algorithm.feature_layers(nets),
@@ -96,7 +93,7 @@ class RoundFunctions:
         def flat(target: Weights, draft: Weights, state: DeviceState, *inputs: Any) -> Any:
             pages, packed, calibration, *rest = inputs
             models = nets.target.rebuild(target), nets.draft.rebuild(draft)
-            resident = Resident(*models, pages, packed, calibration)
+            resident = spec_round.Resident(*models, pages, packed, calibration)
             return function(resident, state, *rest, config=config, **options)
 
         flat.__name__ = f"specjax_{function.__name__}"
@@ -130,7 +127,7 @@ class RoundFunctions:
         """Jobs for the rounds of a tier, each with its number of verified rows."""
         on_gpu = self._config.on_gpu
         greedy = [True, False] if on_gpu else [False]
-        functions = [self.bind(spec_rounds, shape, greedy=each) for each in greedy]
+        functions = [self.bind(spec_round.spec_rounds, shape, greedy=each) for each in greedy]
         names = [f"{'greedy_' * each}round" for each in greedy]
         for batch in [batch for tier, batch in self._config.rounds if tier == shape]:
             rows = batch * shape.verified

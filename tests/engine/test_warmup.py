@@ -128,12 +128,12 @@ def test_stages_are_compiled_on_request(files, warmed) -> None:
 def test_a_plan_does_not_follow_small_changes_of_memory(files, monkeypatch, extra) -> None:
     """Sized by memory: the contexts of all requests do not fit."""
     args = EngineArgs(**options(files, max_running_requests=2**12, batch_buckets=[2**12]))
-    monkeypatch.setattr(plan, "device_memory", lambda _: plan.MEMORY_GRANULE)
+    monkeypatch.setattr(plan.sizing, "device_memory", lambda _: plan.MEMORY_GRANULE)
     planned = plan_engine(args)
     assert planned.config.num_pages < 2**12 * planned.config.pages_per_request
-    monkeypatch.setattr(plan, "device_memory", lambda _: plan.MEMORY_GRANULE + extra)
+    monkeypatch.setattr(plan.sizing, "device_memory", lambda _: plan.MEMORY_GRANULE + extra)
     assert plan_engine(args).config == planned.config
-    monkeypatch.setattr(plan, "device_memory", lambda _: 2 * plan.MEMORY_GRANULE)
+    monkeypatch.setattr(plan.sizing, "device_memory", lambda _: 2 * plan.MEMORY_GRANULE)
     assert plan_engine(args).config.num_pages > planned.config.num_pages
 
 

@@ -29,7 +29,7 @@ TOKENIZER = letter_tokenizer()
 
 def test_both_engines_of_acceptance_fit_into_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = 24 * plan.MEMORY_GRANULE  # less than the requests could use
-    monkeypatch.setattr(plan, "device_memory", lambda _: memory)
+    monkeypatch.setattr(plan.sizing, "device_memory", lambda _: memory)
     args = acceptance.parse_arguments("acceptance", ["--prompts", "p", "--batch-size", "64"])
     options = engine_arguments(args) | {"max_running_requests": args.batch_size}
     total = 0
