@@ -334,6 +334,9 @@ CASES = {
         windows=(4, 4),
         add={"dflash_config.use_swa": True, "dflash_config.swa_window_size": 4},
     ),
+    "1-two-windows": BlockCase(
+        format=1, **_MIXED, add=_layer_types("sf") | {"dflash_config.swa_window_size": 2}
+    ),
     "1-theta-of-its-own": BlockCase(format=1, theta=500.0, eps=1e-2),
     "2": BlockCase(format=2, copies=COPIES),
     "2-no-copies": BlockCase(format=2, drafts=7),

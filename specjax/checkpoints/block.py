@@ -26,7 +26,8 @@ from specjax.checkpoints.huggingface import (
 )
 from specjax.checkpoints.target import TargetCheckpoint, default_block_draft, locate
 from specjax.checkpoints.tensors import Checkpoint, TensorSource, open_directory
-from specjax.config import BlockConfig
+from specjax.checks import check_integer
+from specjax.config import MAX_STEPS, BlockConfig
 from specjax.json_file import Fields, Flag, PositiveSize, Size
 from specjax.models.block import block_recipes
 
@@ -46,10 +47,10 @@ _REFUSED = {
     "Nemotron": "has_embed_tokens",
 }
 # settings that change the forward pass; they must be off (_OFF) or 1 (_ONE)
-_OFF = ("attention_sink_bias", "use_gemma_norm", "final_logit_softcapping", "rope_dim")
+_OFF = ("attention_sink_bias", "use_gemma_norm", "final_logit_softcapping")
 _ONE = (
     *("attention_value_scale", "logit_scale", "output_multiplier", "input_embedding_scale"),
-    *("is_neox_style", "rope_is_neox_style"),
+    *("is_neox_style", "rope_is_neox_style", "partial_rotary_factor"),
 )
 _EAGLE_IDS = "eagle_aux_hidden_state_layer_ids"
 _ALIASES = {"encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."}
@@ -77,8 +78,7 @@ class BlockCheckpoint(Checkpoint[BlockConfig]):
             f"of layers {list(config.feature_layers)}, rope_theta={config.rope_theta:g}, "
             f"vocabulary {config.draft_vocab_size} of {config.vocab_size}"
             f"{extra if config.markov_head else ''}"
-            f"{', confidence head' if config.has_confidence_head else ''}, "
-            f"dtype {config.dtype}"
+            f"{', confidence head' if config.has_confidence_head else ''}, dtype {config.dtype}"
         )
 
     def canonical_name(self, name: str) -> str:
@@ -97,7 +97,7 @@ class BlockCheckpoint(Checkpoint[BlockConfig]):
                 text = "%r in %s differs from the target's, which is used: drafts may be rejected"
                 logger.warning(text, name, source.infos[name].path)
 
-    def _is_ignored(self, name: str) -> bool:
+    def is_ignored(self, name: str) -> bool:
         """Whether the tensor is a vocabulary map or a copy of a target tensor."""
         return name in ("d2t", "lm_head.weight") or name.startswith((*_COPIES, "confidence_head."))
 
@@ -150,6 +150,9 @@ class _File:
         for place in (self.layer, self.top):
             stated |= {key: value for key, value in place.values.items() if value is not None}
         self.body = Fields({**(DEFAULTS["qwen3"] if self.kind else {}), **stated}, self.path)
+        stored = source.infos.get("markov_head.markov_w1.weight")
+        rank = next(reversed(stored.shape), 0) if stored else 0
+        self.markov_rank: int = self.get("markov_rank", Size, rank)
 
     def get(self, key: str, kind: Any, default: Any = ...) -> Any:
         """Return the value of a key from the nested settings, else from the top level."""
@@ -160,10 +163,8 @@ class _File:
         return tensor in self.source.infos
 
     def refused(self, what: str) -> ValueError:
-        return ValueError(
-            f"{self.path}: {what} is not supported; supported: DFlash, DSpark and, with "
-            f"speculative_algorithm='EAGLE3', P-EAGLE; {ANOTHER_HEAD}"
-        )
+        supported = "DFlash, DSpark and, with speculative_algorithm='EAGLE3', P-EAGLE"
+        return ValueError(f"{self.path}: {what} is not supported; supported: {supported}")
 
 
 def block_format(file: _File) -> str:
@@ -186,26 +187,23 @@ def block_format(file: _File) -> str:
             raise file.refused(f"speculators_model_type={file.kind!r}")
         return _SPECULATORS[file.kind]
     is_nested = "dflash_config" in file.top or "dspark_config" in file.top
-    has_markov = file.get("markov_rank", Size, 0) > 0
+    has_markov, stated = file.markov_rank > 0, file.get("sample_from_anchor", Flag, None)
     if "DSparkDraftModel" in names or projector == "dspark":
         return DSPARK_SPECFORGE
     if "Qwen3DSparkModel" in names:
         return DSPARK_DEEPSPEC if has_markov else DFLASH_DEEPSPEC
     if "DFlashDraftModel" in names and not has_markov:
         return DFLASH
-    if not names and is_nested:
-        return DSPARK_SPECFORGE if has_markov else DFLASH
-    if not names and has_markov:
-        return DSPARK_DEEPSPEC
-    if file.get("sample_from_anchor", Flag, None) is not None:
-        return DSPARK_SPECFORGE if is_nested else DSPARK_DEEPSPEC
+    if stated is not None or (not names and (is_nested or has_markov)):
+        if has_markov:
+            return DSPARK_SPECFORGE if is_nested else DSPARK_DEEPSPEC
+        return DFLASH_DEEPSPEC if stated else DFLASH
     if not (file.has("fc.weight") and file.has("hidden_norm.weight")):
         raise file.refused(f"architectures={names}")
     raise ValueError(
-        f"{file.path}: architectures={names} with markov_rank="
-        f"{file.get('markov_rank', Size, 0)} may be DFlash (a mask row predicts the token at its "
-        "own position) or DSpark (each row predicts the next token); set sample_from_anchor to "
-        "false or true in this file"
+        f"{file.path}: architectures={names} with markov_rank={file.markov_rank} may be DFlash (a "
+        "mask row predicts the token at its own position) or DSpark (each row predicts the next "
+        "token); set sample_from_anchor to false or true in this file"
     )
 
 
@@ -217,15 +215,16 @@ def block_config(directory: Path, source: TensorSource, target: TargetCheckpoint
     """
     file, model = _File(directory, source), target.config
     kind = block_format(file)
-    for place in (*file.places, file.top.fields("rope_scaling")):
-        for key in (*_OFF, *_ONE):
-            if key in place and place.values[key] != (key in _ONE):
-                raise file.refused(f"{key}={place.values[key]!r}")
     if (directory / "mask_embedding.pt").exists():
         raise file.refused("a mask embedding in mask_embedding.pt")
     hidden_size = file.body.get("hidden_size", Size)
     stated = file.get("target_hidden_size", Size, model.hidden_size)
     sizes = draft_sizes(file.body, stated, model)
+    only = dict.fromkeys(_OFF, 0) | dict.fromkeys(_ONE, 1) | {"rope_dim": sizes["head_dim"]}
+    for place in (*file.places, *map(file.body.fields, ("rope_scaling", "rope_parameters"))):
+        for key in only:
+            if key in place and place.values[key] != only[key]:
+                raise place.wrong(key, "is not supported; use another draft")
     if hidden_size != model.hidden_size:
         raise ValueError(
             f"{file.path}: hidden_size={hidden_size} differs from the target's "
@@ -260,10 +259,9 @@ def _layout(file: _File, kind: str) -> tuple[bool, int]:
     size = file.get("block_size", PositiveSize, 16 if kind == DFLASH else ...)
     drafts = None
     if file.kind:
-        methods = file.top.fields("speculators_config").get("proposal_methods", Any, None)
-        first = methods[0] if isinstance(methods, list) and methods else {}
-        first = first if isinstance(first, dict) else {}
-        drafts = Fields(first, file.path).get("speculative_tokens", PositiveSize, None)
+        speculators = file.top.fields("speculators_config")
+        methods = speculators.get("proposal_methods", list[dict[str, Any]], None) or [{}]
+        drafts = Fields(methods[0], file.path).get("speculative_tokens", PositiveSize, None)
     if stated is None and kind == DSPARK_SPECULATORS:
         if drafts not in (size, size - 1):
             raise ValueError(
@@ -281,6 +279,8 @@ def _layout(file: _File, kind: str) -> tuple[bool, int]:
             f"block_size={size} with sample_from_anchor={str(anchor_first).lower()}; correct "
             "sample_from_anchor or block_size in this file"
         )
+    limits = {"at_least": 2 - anchor_first, "at_most": MAX_STEPS + 1 - anchor_first}
+    file.top.build(check_integer, {"name": "block_size", "value": size, **limits})
     return anchor_first, found
 
 
@@ -294,7 +294,7 @@ def _attention(file: _File, num_layers: int) -> tuple[tuple[int, ...], tuple[boo
         )
     slides = [kind == "sliding_attention" for kind in kinds]
     has_window = [slide or file.get("use_swa", Flag, False) for slide in slides]
-    window = file.get("swa_window_size", Size, file.get("sliding_window", Size, 0))
+    window = file.get("sliding_window", Size, file.get("swa_window_size", Size, 0))
     if any(has_window) and not window:
         raise ValueError(f"{file.path}: layers with sliding attention need sliding_window")
     stated = file.top.get("is_causal", Flag, file.get("causal", Flag, None))
@@ -309,8 +309,7 @@ def _feature_layers(file: _File, num_layers: int, target: TargetCheckpoint) -> t
     stated = file.get("num_target_layers", Size, count)
     if stated != count:
         raise ValueError(
-            f"{file.path}: num_target_layers={stated}, but the target has {count} layers; "
-            f"{ANOTHER_HEAD}"
+            f"{file.path}: num_target_layers={stated}, but the target has {count}; {ANOTHER_HEAD}"
         )
     layers: tuple[int, ...] = ()
     # (key, number of the first layer); files from speculators prefer keys that count from 1
@@ -321,6 +320,9 @@ def _feature_layers(file: _File, num_layers: int, target: TargetCheckpoint) -> t
             layers = tuple(i - first for i in ids)
     if not layers and num_layers == 1:
         layers = (count // 2,)
+    elif not layers and count < 4:
+        demand = f"must be set: its default needs a target of 4 or more layers, not of {count}"
+        raise file.top.wrong("target_layer_ids", demand)
     elif not layers:
         layers = tuple(round(1 + i * (count - 4) / (num_layers - 1)) for i in range(num_layers))
     shown, size = f"feature layers {list(layers)}", target.config.hidden_size
@@ -349,11 +351,9 @@ def _mask_token(file: _File, target: TargetCheckpoint) -> int:
 
 def _heads(file: _File, hidden_size: int) -> dict[str, Any]:
     """Return the settings of the Markov and confidence heads, from keys or else from tensors."""
-    infos = file.source.infos
-    stored = infos.get("markov_head.markov_w1.weight")
-    rank = file.get("markov_rank", Size, next(reversed(stored.shape), 0) if stored else 0)
+    rank = file.markov_rank
     kind = file.get("markov_head_type", str, "vanilla") if rank else None
-    confidence = infos.get("confidence_head.proj.weight")
+    confidence = file.source.infos.get("confidence_head.proj.weight")
     has_confidence = file.get("enable_confidence_head", Flag, confidence is not None)
     width = next(reversed(confidence.shape), 0) if confidence else hidden_size
     with_markov = file.get("confidence_head_with_markov", Flag, width != hidden_size)

@@ -48,7 +48,7 @@ class DraftCheckpoint(Checkpoint[DraftConfig]):
     def check_values(self, source: TensorSource) -> None:
         check_vocabulary(source, self.config)
 
-    def _is_ignored(self, name: str) -> bool:
+    def is_ignored(self, name: str) -> bool:
         """Whether the tensor is a vocabulary map or a copy of a target tensor."""
         shared = () if self.config.fuses_features else ("embed_tokens.weight", "lm_head.weight")
         copies = ("verifier_norm.", "verifier_lm_head.")
@@ -75,6 +75,9 @@ def canonical_source(
             raise ValueError(f"{source.path} stores one tensor under two names: {both}")
         stored[canonical] = name
     infos = {canonical: source.infos[name] for canonical, name in stored.items()}
+    if {"hidden_norm.weight", "mask_hidden"} <= infos.keys():
+        both = "'hidden_norm.weight' (a block drafter) and 'mask_hidden' (a P-EAGLE head)"
+        raise ValueError(f"{source.path} has both {both}; use another draft")
     return TensorSource(source.path, infos, lambda name: source.read(stored[name]))
 
 
@@ -225,7 +228,7 @@ class MtpCheckpoint(Checkpoint[ModelConfig]):
             f"rope_theta={config.rope_theta:g}, dtype {config.dtype}"
         )
 
-    def _is_ignored(self, name: str) -> bool:
+    def is_ignored(self, name: str) -> bool:
         """Whether the tensor belongs to the target or to a module that does not draft."""
         return _module_of(name) not in range(self.config.num_layers)
 

@@ -164,7 +164,7 @@ class TargetCheckpoint(Checkpoint[ModelConfig]):
             f"{config.hidden_size}, vocabulary {config.vocab_size}, dtype {config.dtype}"
         )
 
-    def _is_ignored(self, name: str) -> bool:
+    def is_ignored(self, name: str) -> bool:
         """Whether the tensor is a copy of tied embeddings or belongs to an MTP module."""
         is_copy = self.config.tie_word_embeddings and name == "lm_head.weight"
         return is_copy or name.startswith(MTP_PREFIX)

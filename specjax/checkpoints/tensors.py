@@ -194,7 +194,7 @@ class Checkpoint(Generic[C]):
     def check_values(self, source: TensorSource) -> None:
         """Check the values of a source's tensors; the ValueError names the tensor."""
 
-    def _is_ignored(self, name: str) -> bool:
+    def is_ignored(self, name: str) -> bool:
         raise NotImplementedError
 
     def _checked_recipes(self, source: TensorSource) -> Recipes:
@@ -220,7 +220,7 @@ class Checkpoint(Generic[C]):
                     f"{', '.join(_FLOATS)}"
                 )
         unknown = {n for n in infos if n not in parts and not n.endswith("rotary_emb.inv_freq")}
-        if unknown := {n for n in unknown if not self._is_ignored(n)}:
+        if unknown := {n for n in unknown if not self.is_ignored(n)}:
             shown = [f"{n!r} {infos[n].shape} in {infos[n].path}" for n in sorted(unknown)]
             raise ValueError(
                 f"{source.path} has {len(unknown)} tensors that the model does not use: "

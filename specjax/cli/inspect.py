@@ -1,6 +1,7 @@
 """``specjax inspect``: describe a draft and check whether it fits a target."""
 
 import argparse
+import re
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -19,10 +20,7 @@ from specjax.speculative.standalone import STANDALONE
 from specjax.text.tokenizer import Tokenizer
 
 _NESTED = ("transformer_layer_config", "eagle_config", "dflash_config", "dspark_config")
-_LAYER_IDS = (
-    *("target_layer_ids", "aux_hidden_state_layer_ids", "feature_layers"),
-    "eagle_aux_hidden_state_layer_ids",
-)
+_LAYER_IDS = "target_layer_ids aux_hidden_state_layer_ids eagle_aux_hidden_state_layer_ids".split()
 _MANY_LAYERS = 1000  # assumed if the files do not describe the target; default layers depend on it
 
 
@@ -48,7 +46,7 @@ def run_inspect(args: argparse.Namespace, *_: Any) -> int:
     opened = None if target is None else open_target(target)
     facts, reason = _try(path, opened)
     if opened is not None and not facts:
-        facts = _try(path, None)[0]
+        facts = {k: str(v).removesuffix(", the target's") for k, v in _try(path, None)[0].items()}
     for name, value in {"draft": path, **facts}.items():
         print(f"{name}: {value}")
     if target is not None or reason:
@@ -101,10 +99,13 @@ def _open(path: Path, target: TargetCheckpoint | None) -> Opened:
         pair = target or open_target(path, knob="draft")
         opened = open_mtp(path, pair, num_modules=len(modules))
         return opened, MULTI_LAYER_EAGLE.name, "multi-token prediction modules"
-    is_block = bool(names & {"hidden_norm.weight", "encoder.output_norm_enc.weight"})
-    # open_block refuses a model with pard_token and names it
-    is_block = is_block or ("pard_token" in fields and "fc.weight" not in names)
-    if is_block and "mask_hidden" not in names:
+    kinds = map(fields.values.get, ("architectures", "speculators_model_type"))
+    # open_block names missing tensors, and refuses a model with pard_token
+    if (
+        names & {"hidden_norm.weight", "encoder.output_norm_enc.weight"}
+        or re.search("dflash|dspark", str([*fields.values, *kinds]), re.IGNORECASE)
+        or ("pard_token" in fields and not names & {"fc.weight", "mask_hidden"})
+    ):
         block = open_block(path, target or _stated_target(source, fields))
         algorithm = (DSPARK if block.config.markov_head else DFLASH).name
         return block, algorithm, block.config.checkpoint_format
@@ -117,9 +118,7 @@ def _open(path: Path, target: TargetCheckpoint | None) -> Opened:
 
 
 def _language_model(path: Path, target: TargetCheckpoint | None) -> Opened:
-    opened = open_target(path, knob="draft")
-    if target is not None:
-        opened = open_draft_model(path, target)
+    opened = open_draft_model(path, target) if target else open_target(path, knob="draft")
     return opened, STANDALONE.name, f"language model ({opened.config.model_type})"
 
 

@@ -91,7 +91,8 @@ def weights_from_tensors(
 
     Tensors may have the engine's names (``FlatModel.names``, matrices ``[in, out]``) or those of
     Hugging Face (matrices ``[out, in]``). If a weight is made from several checkpoint tensors, all
-    of these are required. Floats are cast to the model's dtype.
+    of these are required. Floats are cast to the model's dtype. Tensors that loading ignores are
+    ignored, but at least one other tensor is required.
     """
     if draft and not plan.drafts:
         raise ValueError("draft=True, but the engine has no draft network")
@@ -116,10 +117,9 @@ def weights_from_tensors(
             if name in weights:
                 raise ValueError(f"named_tensors has {name!r} whole and in parts; give only one")
             weights[name] = _from_parts(recipe, abstract[name].dtype, tensors)
-    for name in parts:
-        tensors.pop(name, None)
-    if tensors:
-        raise ValueError(f"named_tensors: {sorted(tensors)[:5]} are not weights of the model")
+    strays = sorted(n for n in tensors.keys() - parts if not (weights and owner.is_ignored(n)))
+    if strays:
+        raise ValueError(f"named_tensors: {strays[:5]} are not weights of the model")
     owned = {part.name: name for name in weights for part in recipes[name].parts}
     for name, recipe in recipes.items():
         repeated = next((owned[part.name] for part in recipe.parts if part.name in owned), None)

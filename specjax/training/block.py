@@ -49,7 +49,7 @@ def block_draft_config(model: ModelConfig, **changes: Any) -> BlockConfig:
         "checkpoint_format": "dspark",
         "num_layers": 3,
         "target_hidden_size": model.hidden_size,
-        "feature_layers": model.default_feature_layers,
+        "feature_layers": tuple(sorted(model.default_feature_layers)),  # the deepest one is last
         "num_drafts": 7,
         "anchor_first": True,
         "mask_token_id": model.vocab_size - 1,
@@ -110,10 +110,7 @@ class BlockTrainer(Trainer):
     def named_weights(self, params: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
         scaled = params["fc.kernel"] / jnp.asarray(self.feature_scale)[:, None]
         named = super().named_weights({**params, "fc.kernel": scaled})
-        heads, kv_heads, dim = (
-            getattr(self.draft, name) for name in ("num_heads", "num_kv_heads", "head_dim")
-        )
-        ends = heads * dim, (heads + kv_heads) * dim
+        ends = self.draft.head_dim * np.cumsum([self.draft.num_heads, self.draft.num_kv_heads])
         kernels = (named[f"layers.{i}.attention.qkv.kernel"] for i in range(self.draft.num_layers))
         _, keys, values = zip(*(jnp.split(kernel, ends, axis=1) for kernel in kernels), strict=True)
         return named | {"context.kernel": jnp.concatenate((*keys, *values), axis=1)}
@@ -313,13 +310,10 @@ def _sums(
     carries = is_drafted & known
     columns = (losses * carries, carries, is_drafted, reached, alive)
     statistics = StepStatistics(*(x.sum(axis=0, dtype=jnp.float32) for x in columns))
-    if draft.confidence_head is None:
+    fixed, hidden = jax.lax.stop_gradient((draft, hidden))
+    fixed.confidence_head = draft.confidence_head
+    if (found := fixed.confidences(hidden, before)) is None:
         return jnp.zeros((), jnp.float32), statistics
-    inputs = jax.lax.stop_gradient(hidden)
-    if draft.markov is not None and draft.config.confidence_with_markov:
-        read = jax.lax.stop_gradient(draft.markov.embedding(before))
-        inputs = jnp.concatenate([inputs, read], axis=-1)
-    found = jax.nn.sigmoid(draft.confidence_head(inputs, jnp.float32)[..., 0])
     found = jnp.clip(found, 1e-6, 1.0 - 1e-6)
     entropy = -jnp.where(hit, jnp.log(found), jnp.log1p(-found))
     return jnp.sum(entropy * is_drafted), statistics

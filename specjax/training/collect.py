@@ -134,7 +134,8 @@ def sample_prompts(
     """Make prompts: openings that the target continues to user turns, and openings of plain text.
 
     A user turn ends at the target's end token. At ``max_user_tokens`` it is cut after its last
-    sentence or line. Without a chat template, all prompts are plain text. Duplicates are removed.
+    sentence or line. Without a chat template, all prompts are plain text. Duplicates and prompts
+    that are too long are removed.
     """
     text_fraction = TEXT_FRACTION if tokenizer.chat_template is not None else 1.0
     num_text = round(config.self_sample * text_fraction)
@@ -143,11 +144,14 @@ def sample_prompts(
     num_turns = config.self_sample - num_text
     if num_turns:
         before, after = chat_frame(tokenizer)
-        begun = list(openings(opening_tables()["topics"], num_turns, config.seed))
-        starts = [tokenizer.encode(before + o, add_special_tokens=False) for _, o in begun]
-        warm = [PROMPT_TEMPERATURE] * num_turns
+        begun = [
+            (topic, opening, tokenizer.encode(before + opening, add_special_tokens=False))
+            for topic, opening in openings(opening_tables()["topics"], num_turns, config.seed)
+        ]
+        begun = [one for one in begun if len(one[2]) <= sampler.max_prompt_len]
+        starts, warm = [ids for *_, ids in begun], [PROMPT_TEMPERATURE] * len(begun)
         turns = sampler.generate(starts, warm, config.max_user_tokens, config.seed, progress)
-        for (topic, opening), ids in zip(begun, turns, strict=True):
+        for (topic, opening, _), ids in zip(begun, turns, strict=True):
             ended = ids[-1] in sampler.end_ids
             words = tokenizer.decode(ids[:-1] if ended else ids)
             text = before + opening + (words.rstrip() if ended else cut_at_sentence(words)) + after

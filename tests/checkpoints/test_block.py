@@ -133,6 +133,14 @@ REFUSED: dict[str, tuple[BlockCase, str]] = {
     "gemma": (BlockCase(format=1, add={"use_gemma_norm": True}), "use_gemma_norm=True is not"),
     "logit scale": (BlockCase(format=1, add={"logit_scale": 2.0}), "logit_scale=2.0 is not"),
     "rope dim": (BlockCase(format=1, add={"rope_scaling": {"rope_dim": 8}}), "rope_dim"),
+    "rope dim of transformers 5": (
+        BlockCase(format=1, add={"rope_parameters": {"rope_dim": 8}}),
+        "rope_parameters: rope_dim=8 is not",
+    ),
+    "partial rotation": (
+        BlockCase(format=1, add={"dflash_config.partial_rotary_factor": 0.5}),
+        "dflash_config: partial_rotary_factor=0.5 is not",
+    ),
     "layer types": (BlockCase(format=1, add={"layer_types": ["full_attention"]}), "layer_types="),
     "no window": (BlockCase(format=1, add={SWA: True}), "need sliding_window"),
     "mask token": (
@@ -156,10 +164,18 @@ REFUSED: dict[str, tuple[BlockCase, str]] = {
         BlockCase(format=1, add={"quantization_config": {"quant_method": "fp8"}}),
         "quantization_config",
     ),
-    "block": (
-        BlockCase(format=1, add={"block_size": 65}),
-        "num_drafts=64 must be an integer from 1 to 63",
-    ),
+    **{
+        f"block {size} of {format}": (
+            BlockCase(format=format, add={"block_size": size}),
+            f"config.json: block_size={size} must be an integer from {limits}",
+        )
+        for format, size, limits in (
+            (1, 65, "2 to 64"),
+            (1, 1, "2 to 64"),
+            (5, 100, "2 to 64"),
+            (2, 64, "1 to 63"),
+        )
+    },
 }
 
 
@@ -214,6 +230,67 @@ def test_other_algorithms_name_the_one_that_drafts_with_it(tmp_path: Path) -> No
         path = write(tmp_path / f"draft{prefix}", BlockCase(format=1, prefix=prefix))
         with pytest.raises(ValueError, match="is a block drafter; set speculative_algorithm='DSP"):
             open_draft(path, target_at(tmp_path))
+
+
+def test_a_mixture_with_a_p_eagle_head_is_refused(tmp_path: Path) -> None:
+    case = BlockCase(format=1)
+    tensors = random_tensors(case, {}, seed=1) | {"mask_hidden": np.ones(3, np.float32)}
+    path = publish(case, tensors, tmp_path / "draft")
+    for act in (open_block, open_draft):
+        with pytest.raises(ValueError, match="both 'hidden_norm"):
+            act(path, target_at(tmp_path))
+
+
+def test_default_layers_need_four_layers(tmp_path: Path) -> None:
+    path = write(tmp_path / "draft", CASES["1-default-three-layers"])
+    assert open_block(path, target_at(tmp_path, num_layers=4)).config.feature_layers == (1, 1, 1)
+    for count in (1, 2, 3):
+        with pytest.raises(ValueError, match=f"target_layer_ids=None .* 4 or more .* of {count}"):
+            open_block(path, target_at(tmp_path, num_layers=count))
+
+
+@pytest.mark.parametrize(
+    ("case", "name", "anchor_first"),
+    [
+        (BlockCase(format=3, drop=("markov_rank",), **SPARK), "DSpark of DeepSpec", True),
+        (
+            BlockCase(format=3, drop=("markov_rank", "architectures"), **SPARK),
+            "DSpark of DeepSpec",
+            True,
+        ),
+        (
+            BlockCase(format=2, add={"architectures": ["Foo"], "sample_from_anchor": True}),
+            "DFlash of DeepSpec",
+            True,
+        ),
+        (
+            BlockCase(format=1, add={"architectures": ["Foo"], "sample_from_anchor": False}),
+            "DFlash",
+            False,
+        ),
+        (
+            BlockCase(
+                format=4,
+                add={"architectures": ["Foo"], "dflash_config.projector_type": ""},
+                **SPARK,
+            ),
+            "",
+            True,
+        ),
+        (BlockCase(format=1, drop=("architectures",)), "DFlash", False),
+    ],
+)
+def test_tensors_and_keys_name_the_format(
+    tmp_path: Path, case: BlockCase, name: str, anchor_first: bool
+) -> None:
+    path = write(tmp_path / "draft", case)
+    if not name:
+        with pytest.raises(ValueError, match="with markov_rank=6 may be DFlash"):
+            open_block(path, target_at(tmp_path))
+        return
+    config = open_block(path, target_at(tmp_path)).config
+    assert (config.checkpoint_format, config.anchor_first) == (name, anchor_first)
+    assert (config.markov_head is not None) == name.startswith("DSpark")
 
 
 def test_stray_tensors_are_refused(tmp_path: Path) -> None:

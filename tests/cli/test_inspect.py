@@ -118,6 +118,7 @@ def test_a_draft_of_another_target(
     assert facts["format"] == "DFlash"
     assert facts[f"fits {target}"].startswith("no: ")
     assert reason in facts[f"fits {target}"]
+    assert facts["vocabulary"] == str(changes.get("vocab", 98))
 
 
 def test_refused_files(tmp_path: Path, capsys: Any) -> None:
@@ -131,6 +132,16 @@ def test_refused_files(tmp_path: Path, capsys: Any) -> None:
     assert inspect(capsys, path)[0] == 1
     (path / "model.safetensors").write_bytes(np.zeros(4).tobytes())
     assert inspect(capsys, path)[0] == 1
+
+
+def test_a_block_drafter_without_its_norm(tmp_path: Path, capsys: Any) -> None:
+    for name in ("1", "2-no-copies", "4", "6"):
+        tensors = random_tensors(CASES[name], {}, 0)
+        del tensors["hidden_norm.weight"]
+        status, facts = inspect(capsys, publish(CASES[name], tensors, tmp_path / name))
+        assert status == 1
+        assert "lacks 1 tensor(s)" in facts["supported"]
+        assert "'hidden_norm.weight'" in facts["supported"]
 
 
 def test_missing_files_are_bad_input(target: Path, capsys: Any) -> None:

@@ -17,10 +17,12 @@ from safetensors.numpy import load_file, save_file
 
 from specjax import Engine, SamplingParams
 from specjax.checkpoints import open_target
+from specjax.checkpoints.block import open_block
 from specjax.checkpoints.tensors import cast
 from specjax.engine.args import EngineArgs
 from specjax.engine.plan import plan_engine
 from specjax.engine.weights import load_weights, weights_from_tensors
+from specjax.models.block import BlockDraft
 from specjax.models.decoder import CausalLM
 from specjax.models.flat import FlatModel
 from specjax.scheduling.loop import EngineFault
@@ -128,9 +130,8 @@ def test_weights_under_checkpoint_names(engine, new_engine, others) -> None:
         engine.update_weights_from_tensor(as_float)
         head["d2t"] = head["d2t"].astype(np.int32)
         published = {
-            name: tensor if name == "d2t" else tensor.astype(np.float32)
+            name: tensor if name in ("d2t", "t2d") else tensor.astype(np.float32)
             for name, tensor in head.items()
-            if name != "t2d"
         }
         engine.update_weights_from_tensor(published.items(), draft=True)
         assert answers(engine) == answers(new_engine)
@@ -152,6 +153,21 @@ def test_float32_is_cast_for_a_bfloat16_engine(files: Files, others) -> None:
     norm = {"norm.scale": np.ones(32, np.int32)}
     with pytest.raises(ValueError, match=r"weight 'norm.scale' is int32 .* needs bfloat16"):
         weights_from_tensors(plan, norm, draft=False)
+
+
+def test_copies_in_a_drafters_file_are_ignored(files: Files, tmp_path: Path) -> None:
+    """As when the file is read from disk; other tensors are refused. Needs no engine."""
+    opened = open_block(write_block_draft(tmp_path / "draft"), open_target(files.target))
+    nets = SimpleNamespace(target=None, draft=FlatModel.of(partial(BlockDraft, opened.config)))
+    plan: Any = SimpleNamespace(networks=nets, target=None, drafts=(opened,))
+    copies = {name: np.ones((98, 32)) for name in SHARED}
+    tensors = tensors_of(opened.path)
+    _, weights = weights_from_tensors(plan, tensors | copies, draft=True)
+    assert weights.keys() == set(nets.draft.names)
+    for more in ({"other": np.ones(3)}, {}):
+        given = copies | (tensors | more if more else {})
+        with pytest.raises(ValueError, match=r"\['(other'|embed_tokens.weight).* are not weights"):
+            weights_from_tensors(plan, given, draft=True)
 
 
 def test_arrays_are_copied(engine, new_engine) -> None:

@@ -268,7 +268,7 @@ def _attention(
 ) -> tuple[tuple[int | None, ...], tuple[bool, ...]]:
     """Window and causality of every layer."""
     slides = [kind == "sliding_attention" for kind in body.get("layer_types") or [""] * layers]
-    window = keys.get("swa_window_size", body.get("sliding_window"))
+    window = keys.get("sliding_window", body.get("sliding_window", keys.get("swa_window_size")))
     windows = [window if slide or keys.get("use_swa") else None for slide in slides]
     causal = [slide and not keys.get("sliding_window_non_causal") for slide in slides]
     for key in ("causal", "is_causal"):

@@ -1,5 +1,7 @@
 """Training of block drafters: anchors, the loss against one block at a time, and the whole run."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -55,6 +57,13 @@ def test_anchors_are_tokens_of_answers_with_a_draft_after_them(corpus):
             inside = [p + j < 48 and segments[min(p + j, 47)] == segments[p] for j in (1, 2, 3)]
             assert drafted.tolist() == inside
         assert not anchors.is_drafted[line][~real].any()
+
+
+@pytest.mark.parametrize("count", [3, 4, 5, 8])
+def test_the_last_feature_is_the_deepest(tiny, count):
+    model = dataclasses.replace(tiny.model, num_layers=count)
+    layers = block_draft_config(model, draft_vocab_size=61).feature_layers
+    assert layers == {3: (-1, 0, 1), 4: (0, 1, 1), 5: (1, 1, 1), 8: (1, 3, 4)}[count]
 
 
 @pytest.mark.parametrize("kind", ["reduced", "whole", "dflash", "rnn"])

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -79,6 +80,17 @@ def test_sampled_prompts_are_chat_prompts_that_begin_with_their_openings(
         assert any(s == source and inner.startswith(o) for s, o in begun)
     again = sample_prompts(sampler, tokenizer, config)
     assert again == prompts
+
+
+def test_openings_that_are_too_long_are_skipped(sampler, tokenizer):
+    config, short = (
+        CollectConfig(self_sample=24, max_user_tokens=2),
+        replace(sampler, max_prompt_len=60),
+    )
+    lengths = [len(prompt.ids) for prompt in sample_prompts(short, tokenizer, config)]
+    assert lengths
+    assert max(lengths) <= 60
+    assert sample_prompts(replace(sampler, max_prompt_len=1), tokenizer, config) == []
 
 
 def test_collect_answers_files_greedily_and_sampled(sampler, tokenizer):
