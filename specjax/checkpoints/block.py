@@ -46,12 +46,13 @@ _REFUSED = {
     "XPress": "Qwen3XPressModel xpress xpress_block_size",
     "Nemotron": "has_embed_tokens",
 }
-# settings that change the forward pass; they must be off (_OFF) or 1 (_ONE)
-_OFF = ("attention_sink_bias", "use_gemma_norm", "final_logit_softcapping")
-_ONE = (
-    *("attention_value_scale", "logit_scale", "output_multiplier", "input_embedding_scale"),
-    *("is_neox_style", "rope_is_neox_style", "partial_rotary_factor"),
-)
+# settings that change the forward pass, and the only value of each that is supported
+_SUPPORTED = {
+    **dict.fromkeys(("attention_sink_bias", "use_gemma_norm", "final_logit_softcapping"), 0),
+    **dict.fromkeys(("attention_value_scale", "logit_scale", "output_multiplier"), 1),
+    **dict.fromkeys(("input_embedding_scale", "is_neox_style", "rope_is_neox_style"), 1),
+    "partial_rotary_factor": 1,
+}
 _EAGLE_IDS = "eagle_aux_hidden_state_layer_ids"
 _ALIASES = {"encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."}
 # of copies, every 32nd row is compared; rounding to bfloat16 makes a relative difference of 0.002
@@ -220,10 +221,10 @@ def block_config(directory: Path, source: TensorSource, target: TargetCheckpoint
     hidden_size = file.body.get("hidden_size", Size)
     stated = file.get("target_hidden_size", Size, model.hidden_size)
     sizes = draft_sizes(file.body, stated, model)
-    only = dict.fromkeys(_OFF, 0) | dict.fromkeys(_ONE, 1) | {"rope_dim": sizes["head_dim"]}
+    supported = _SUPPORTED | {"rope_dim": sizes["head_dim"]}
     for place in (*file.places, *map(file.body.fields, ("rope_scaling", "rope_parameters"))):
-        for key in only:
-            if key in place and place.values[key] != only[key]:
+        for key, value in supported.items():
+            if key in place and place.values[key] != value:
                 raise place.wrong(key, "is not supported; use another draft")
     if hidden_size != model.hidden_size:
         raise ValueError(

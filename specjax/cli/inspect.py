@@ -46,7 +46,7 @@ def run_inspect(args: argparse.Namespace, *_: Any) -> int:
     opened = None if target is None else open_target(target)
     facts, reason = _try(path, opened)
     if opened is not None and not facts:
-        facts = {k: str(v).removesuffix(", the target's") for k, v in _try(path, None)[0].items()}
+        facts = _try(path, None, does_fit=False)[0]
     for name, value in {"draft": path, **facts}.items():
         print(f"{name}: {value}")
     if target is not None or reason:
@@ -55,15 +55,19 @@ def run_inspect(args: argparse.Namespace, *_: Any) -> int:
     return 1 if reason else 0
 
 
-def _try(path: Path, target: TargetCheckpoint | None) -> tuple[dict[str, Any], str]:
+def _try(
+    path: Path, target: TargetCheckpoint | None, *, does_fit: bool = True
+) -> tuple[dict[str, Any], str]:
     """Return the properties of a draft and "", or {} and the reason to refuse the draft."""
     try:
-        return dict(_facts(path, target)), ""
+        return dict(_facts(path, target, does_fit)), ""
     except ValueError as error:
         return {}, " ".join(str(error).split())
 
 
-def _facts(path: Path, target: TargetCheckpoint | None) -> Iterator[tuple[str, Any]]:
+def _facts(
+    path: Path, target: TargetCheckpoint | None, does_fit: bool
+) -> Iterator[tuple[str, Any]]:
     """Open a draft for a target (default: the one in its files) and yield its properties."""
     opened, algorithm, kind = _open(path, target)
     opened.check_weights()
@@ -73,7 +77,7 @@ def _facts(path: Path, target: TargetCheckpoint | None) -> Iterator[tuple[str, A
     if isinstance(config, BlockConfig):
         yield "layout", config.layout
     yield "layers", f"{config.num_layers} of width {config.hidden_size}"
-    vocabulary = f"{config.vocab_size}, the target's"
+    vocabulary = f"{config.vocab_size}, the target's" if does_fit else config.vocab_size
     if isinstance(config, BlockConfig | DraftConfig):
         layers = ", ".join(map(str, config.feature_layers)) or "the last, after the final norm"
         is_known = max(config.feature_layers, default=0) < _MANY_LAYERS // 4

@@ -23,7 +23,6 @@ from specjax.types import DraftShape
 
 logger = logging.getLogger(__name__)
 
-Info = dict[str, Any]
 # The number of pages is part of the shapes that functions are compiled for. The memory that a
 # device reports varies slightly between starts, as the driver's reserve does. Rounding it down to
 # this granule keeps the number of pages, and so the compiled functions, the same.
@@ -187,7 +186,9 @@ NAMES = {
 }
 
 
-def server_info(plan: EnginePlan, totals: Totals, controller: AdaptiveController | None) -> Info:
+def server_info(
+    plan: EnginePlan, totals: Totals, controller: AdaptiveController | None
+) -> dict[str, Any]:
     """Return arguments, planned sizes and, in ``internal_states``, metrics, as SGLang does."""
     args = plan.args
     tier = {
@@ -211,7 +212,9 @@ def server_info(plan: EnginePlan, totals: Totals, controller: AdaptiveController
     }
 
 
-def _state(plan: EnginePlan, totals: Totals, controller: AdaptiveController | None) -> Info:
+def _state(
+    plan: EnginePlan, totals: Totals, controller: AdaptiveController | None
+) -> dict[str, Any]:
     metrics = {
         NAMES.get(metric.name, metric.name): metric.of(totals)
         for metric in METRICS

@@ -262,7 +262,7 @@ class Attention(nnx.Module):
     def store(self, x: Array, rope: RopeTables, kv: Any, layer: int, store: Store) -> Any:
         """Store the keys and values of ``x [B, T, in_size]``; return the updated kv."""
         heads, kv_heads, dim = self.shape
-        # a quarter of the columns with 32 query and 8 KV heads
+        # a third of the columns with 32 query and 8 KV heads
         joined = self.qkv(x, outputs=slice(heads * dim, None))
         k, v = jnp.split(joined.reshape(*x.shape[:-1], 2 * kv_heads, dim), 2, axis=-2)
         return store(kv, layer, k, v, self.key_rope(rope))

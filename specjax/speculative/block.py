@@ -15,7 +15,7 @@ from jax import Array
 
 from specjax.checkpoints.block import BlockCheckpoint, open_block
 from specjax.checkpoints.target import TargetCheckpoint
-from specjax.config import MAX_NODES, MAX_STEPS, BlockConfig
+from specjax.config import MAX_NODES, BlockConfig
 from specjax.kernels.markov_draft import markov_draft
 from specjax.models.block import BlockDraft
 from specjax.sampling.draw import LEAST_CONFIDENCE, draft_probs, draft_tokens
@@ -48,30 +48,33 @@ class Block(NetworkAlgorithm):
                 f"{steps + 1} with speculative_algorithm={self.name}, whose block always has its "
                 "trained length; set only one of the two"
             )
-        if steps is None and nodes is not None and not 2 <= nodes <= MAX_NODES:
-            raise ValueError(
-                f"speculative_num_draft_tokens={nodes} must be from 2 to {MAX_NODES}; or set "
-                "speculative_algorithm=None to decode without speculation"
-            )
         if steps is None:
-            steps = MAX_STEPS if nodes is None else nodes - 1
+            nodes = MAX_NODES if nodes is None else nodes
+            if not 2 <= nodes <= MAX_NODES:
+                raise ValueError(
+                    f"speculative_num_draft_tokens={nodes} must be from 2 to {MAX_NODES}; or set "
+                    "speculative_algorithm=None to decode without speculation"
+                )
+            steps = nodes - 1
         return DraftShape.chain(self.checked_steps(args, steps))
 
     def fit_shapes(self, args: Any, config: BlockConfig) -> tuple[DraftShape, ...]:
         """Give tiers the rows of the block; refuse tiers with more drafts, or drop default ones."""
         most, adaptive = config.num_drafts, args.adaptive
         steps, nodes = args.speculative_num_steps, args.speculative_num_draft_tokens
-        limits = [("speculative_num_steps", steps, most)]
-        limits += [("speculative_num_draft_tokens", nodes, most + 1)]
         candidates = () if adaptive is None else adaptive.candidate_steps
-        for name, value, limit in (*limits, *(("candidate_steps", n, most) for n in candidates)):
+        limits = [("candidate_steps", count, most) for count in candidates]
+        limits += [("speculative_num_steps", steps, most)]
+        limits += [("speculative_num_draft_tokens", nodes, most + 1)]
+        for name, value, limit in limits:
             if value is not None and value > limit:
                 raise ValueError(
                     f"{name}={value} must be at most {limit} for the {most} drafts of a block of "
                     f"{config.block} rows"
                 )
         shapes = {shape for shape in args.shapes if shape.steps <= most}
-        if not candidates and (adaptive is not None or steps == nodes):  # both are None
+        is_default = not candidates if adaptive else steps is None and nodes is None
+        if is_default:
             shapes.add(DraftShape.chain(most))
         return tuple(s._replace(block=config.block) if s.steps else s for s in sorted(shapes))
 

@@ -142,8 +142,9 @@ def prefill_chunks(
         segments=segments,
         num_cached=num_cached,
     )
-    rows = resolve(future, slots)
-    draft, rows = config.algorithm.prefill(batch, pools.draft, rows, chunks, features)
+    resolved = resolve(future, slots)
+    draft, rows = config.algorithm.prefill(batch, pools.draft, resolved, chunks, features)
+    future = stash(future, slots, rows, resolved)
     logprobs = jax.tree.map(lambda leaf: leaf[:, 0], logprobs)
     out = RoundOutput(drawn[:, 0], logprobs, states[0], prompt_logprobs)
-    return DeviceState(KVPools(target=kv, draft=draft), stash(future, slots, rows)), out
+    return DeviceState(KVPools(target=kv, draft=draft), future), out

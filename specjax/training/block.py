@@ -310,6 +310,7 @@ def _sums(
     carries = is_drafted & known
     columns = (losses * carries, carries, is_drafted, reached, alive)
     statistics = StepStatistics(*(x.sum(axis=0, dtype=jnp.float32) for x in columns))
+    # only the confidence head learns from its own loss
     fixed, hidden = jax.lax.stop_gradient((draft, hidden))
     fixed.confidence_head = draft.confidence_head
     if (found := fixed.confidences(hidden, before)) is None:
