@@ -45,13 +45,13 @@ class AcceptanceEstimates:
 
     def observe(self, num_accepted: Counts, num_proposed: Counts) -> None:
         """Record one round: a row that accepts k drafts has tried k + 1, or all proposed ones."""
-        ends = np.minimum(np.add(num_accepted, 1), num_proposed), num_accepted
-        n = len(self.tried)
-        # by position, the number of rows that tried and accepted it
-        both = [len(end) - np.bincount(end, minlength=n)[:n].cumsum() for end in ends]
-        for i, (tried, accepted) in enumerate(np.transpose(both).tolist()):
-            if not tried:
+        pairs = list(zip(num_accepted, num_proposed, strict=True))
+        for i in range(len(self.tried)):
+            # rows that tried this position; for few rows, lists are faster than numpy
+            pairs = [(k, n) for k, n in pairs if k >= i and n > i]
+            if not pairs:
                 break
+            tried, accepted = len(pairs), sum(k > i for k, _ in pairs)
             share = self.accepted[i] / self.tried[i] if self.tried[i] else 0.5
             spread = sqrt(tried * share * (1.0 - share) + 1.0)
             has_jumped = abs(accepted - tried * share) > JUMP * spread
@@ -104,6 +104,7 @@ class BudgetPolicy:
         # tokens of requests in rounds with drafts, as expected before each round, and as accepted
         self.expected_tokens = self.realised_tokens = 0.0
         self._expected: dict[DraftShape, float] = {}  # per request, at the last decision
+        self._known_candidates: dict[int, tuple[DraftShape, ...]] = {}  # by batch size
         self._bucket: int | None = None  # batch bucket of the last decision
         self._vain_probes = 0  # failed probes since the tier last changed
 
@@ -140,12 +141,13 @@ class BudgetPolicy:
         if tier.steps and (expected := self._expected.get(tier)) is not None:
             self.expected_tokens += rows * expected
             self.realised_tokens += rows + total
-        accepted = np.array(num_accepted_drafts)
-        proposed = record.num_proposed_drafts or [tier.depth] * rows
-        limits = np.minimum(proposed, tier.depth)
-        self.estimates.observe(accepted, limits)
-        if self.survival is not None and record.requests and tier.steps:
-            self.survival.observe(record.requests, accepted, limits, record.confidences)
+        depth, proposed = tier.depth, record.num_proposed_drafts or [tier.depth] * rows
+        limits = [min(count, depth) for count in proposed]
+        self.estimates.observe(num_accepted_drafts, limits)
+        # no packed tier runs with one request, and a fit takes as long as all the rest
+        if self.survival is not None and record.requests and tier.steps and bucket > 1:
+            counts = np.array(num_accepted_drafts), np.array(limits)
+            self.survival.observe(record.requests, *counts, record.confidences)
         candidates = self._candidates(batch_size)
         times = self._times({*candidates, tier}, bucket, record.context)
         seconds = times[tier]
@@ -185,9 +187,13 @@ class BudgetPolicy:
         }
 
     def _candidates(self, batch_size: int) -> tuple[DraftShape, ...]:
-        tiers = self.config.slots[self.config.slot_index(batch_size)].tiers
-        bucket = self.table.bucket_of(batch_size)
-        return tuple(tier for tier in tiers if (tier, bucket) in self.table.pairs)
+        found = self._known_candidates.get(batch_size)
+        if found is None or type(batch_size) is not int:  # True and 1.0 are refused below
+            tiers = self.config.slots[self.config.slot_index(batch_size)].tiers
+            bucket = self.table.bucket_of(batch_size)
+            found = tuple(tier for tier in tiers if (tier, bucket) in self.table.pairs)
+            self._known_candidates[batch_size] = found
+        return found
 
     def _times(self, tiers: Iterable[DraftShape], bucket: int, context: float) -> Times:
         return {tier: self.table.seconds(tier, bucket, context) for tier in tiers}
