@@ -50,6 +50,7 @@ class SurvivalEstimator:
         self.slope = FIRST_SLOPE
         self.intercepts = np.full(num_positions, FIRST_INTERCEPT)
         self._hessian = RIDGE * np.eye(1 + num_positions)
+        self._odds = np.zeros((2, num_positions))  # sums of log-odds of q, and of drafts
         # by request: an index of the offsets, and of the information in the records
         self._requests: dict[Hashable, int] = {}
         self._offsets, self._information = np.zeros((2, KEPT_REQUESTS + 1))  # the last one stays 0
@@ -72,9 +73,12 @@ class SurvivalEstimator:
     def survival(self, requests: Sequence[Hashable]) -> np.ndarray:
         """Probability f64 ``[N, D]`` that all drafts up to each position are accepted.
 
-        These are drafts of a later round, whose q is not known yet.
+        These are drafts of a later round, whose q is not known yet, so the mean log-odds stand for
+        it.
         """
-        logits = self.intercepts + self.offsets(requests)[:, None]
+        sums, counts = self._odds
+        usual = self.slope * sums / np.maximum(counts, 1.0)
+        logits = usual + self.intercepts + self.offsets(requests)[:, None]
         return np.cumprod(_sigmoid(logits), axis=1)
 
     def share(self, requests: Sequence[Hashable], num_drafts: int, depth: int) -> float:
@@ -136,6 +140,8 @@ class SurvivalEstimator:
         inputs[:, 0] = known
         # positions that were not tried are not forgotten
         num_rounds = np.logical_or.reduceat(is_tried, [0, *ends[:-1]]).sum(axis=0)
+        self._odds *= (1.0 - 1.0 / WINDOW) ** num_rounds
+        self._odds += [np.bincount(position, x, depth) for x in (known, None)]
         keep = (1.0 - 1.0 / WINDOW) ** (0.5 * np.append(num_rounds.max(), num_rounds))
         self._hessian *= keep[:, None] * keep
         self._hessian += (inputs.T * information) @ inputs

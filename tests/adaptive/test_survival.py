@@ -56,6 +56,24 @@ def test_the_drafters_probability_is_used():
     assert estimator.intercepts[:3] == pytest.approx(0.0, abs=0.4)
 
 
+@pytest.mark.parametrize("q", [0.5, 0.001, 0.97])
+def test_survival_of_later_rounds_does_not_depend_on_the_drafters_scale(q):
+    """A drafter whose probabilities are all too low or too high says nothing about requests."""
+    rng, estimator = np.random.default_rng(4), SurvivalEstimator(DEPTH)
+    chances = np.repeat([0.9, 0.3], 16)[:, None] * np.ones(DEPTH)
+    limits = np.full(32, DEPTH)
+    for _ in range(200):
+        accepted = draw(rng, chances, limits)
+        estimator.observe(range(32), accepted, limits, np.full((32, DEPTH), q))
+    expected = np.cumprod(chances, axis=1)
+    # the prior pulls the requests towards each other
+    assert estimator.survival(range(32))[:16].mean(axis=0) == pytest.approx(expected[0], abs=0.15)
+    assert estimator.survival(range(32))[16:].mean(axis=0) == pytest.approx(expected[-1], abs=0.15)
+    best = np.sort(expected, axis=None)[::-1]
+    share = best[:96].sum() / best.sum()
+    assert estimator.share(range(32), 96, DEPTH) == pytest.approx(share, abs=0.03)
+
+
 def test_positions_that_were_not_proposed_teach_nothing():
     estimator = SurvivalEstimator(DEPTH)
     before = estimator.intercepts.copy()
