@@ -104,7 +104,8 @@ class BudgetPolicy:
         # tokens of requests in rounds with drafts, as expected before each round, and as accepted
         self.expected_tokens = self.realised_tokens = 0.0
         self._expected: dict[DraftShape, float] = {}  # per request, at the last decision
-        self._known_candidates: dict[int, tuple[DraftShape, ...]] = {}  # by batch size
+        # by index of the slot and batch bucket
+        self._known_candidates: dict[tuple[int, int], tuple[DraftShape, ...]] = {}
         self._bucket: int | None = None  # batch bucket of the last decision
         self._vain_probes = 0  # failed probes since the tier last changed
 
@@ -187,13 +188,13 @@ class BudgetPolicy:
         }
 
     def _candidates(self, batch_size: int) -> tuple[DraftShape, ...]:
-        found = self._known_candidates.get(batch_size)
-        if found is None or type(batch_size) is not int:  # True and 1.0 are refused below
-            tiers = self.config.slots[self.config.slot_index(batch_size)].tiers
-            bucket = self.table.bucket_of(batch_size)
+        key = self.config.slot_index(batch_size), self.table.bucket_of(batch_size)
+        if key not in self._known_candidates:
+            slot, bucket = key
+            tiers = self.config.slots[slot].tiers
             found = tuple(tier for tier in tiers if (tier, bucket) in self.table.pairs)
-            self._known_candidates[batch_size] = found
-        return found
+            self._known_candidates[key] = found
+        return self._known_candidates[key]
 
     def _times(self, tiers: Iterable[DraftShape], bucket: int, context: float) -> Times:
         return {tier: self.table.seconds(tier, bucket, context) for tier in tiers}
