@@ -1,6 +1,7 @@
 """Build the device side of an engine from its plan: compile, load and measure."""
 
 import logging
+import math
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -35,10 +36,8 @@ from specjax.types import DraftShape
 logger = logging.getLogger(__name__)
 
 ROUND_SECONDS = "round_seconds"
-# measuring takes this long in all, in stretches that take turns
-SECONDS = 2.0
-STRETCHES = 3
-MOST_DISPATCHES = 64
+# round times are measured in stretches of this many dispatches: 3 s for six batch buckets (8B shape)
+STRETCHES, DISPATCHES = 2, 2
 GREEDY = SamplingParams(temperature=0.0)
 
 
@@ -214,52 +213,55 @@ def round_seconds(runner: ModelRunner) -> dict[tuple[DraftShape, int], list[floa
 
 
 def measure_round_seconds(runner: ModelRunner) -> dict[tuple[DraftShape, int], list[float]]:
-    """Measure seconds per round by (tier, batch bucket) at each context: medians of stretches.
+    """Measure seconds per round by (tier, batch bucket) at each context: the best of stretches.
 
     Rounds are dispatched without a read in between, as in serving. The rows are greedy, and their
     last tokens differ. Their KV is zero or left over, because its values do not affect the time.
     The measurements take turns stretch by stretch, so that a temporary slowdown of the device
-    affects all of them. The runner must have no requests; only the contents of its pages change.
+    affects all of them, and few stretches of each. The runner must have no requests; only the
+    contents of its pages change.
     """
     config = runner.config
     pairs = config.rounds
     for slot in range(1, config.num_slots):
         runner.set_slot(slot, GREEDY, seed=0)
     for pair in pairs:  # the first dispatches of a function load it and capture its CUDA graphs
-        _run(runner, *pair, CONTEXTS[0], 0.0)
-    share = SECONDS / (len(pairs) * len(CONTEXTS) * STRETCHES)
+        _run(runner, *pair, CONTEXTS[0], 1)
     points = list(product(pairs, CONTEXTS))
-    stretches = [
-        {(pair, context): _run(runner, *pair, context, share) for pair, context in points}
-        for _ in range(STRETCHES)
-    ]
+    seconds = dict.fromkeys(points, math.inf)
+    for _ in range(STRETCHES):
+        for pair, context in points:
+            found = _run(runner, *pair, context, DISPATCHES)
+            seconds[pair, context] = min(seconds[pair, context], found)
     runner.reset_rows()
     for slot in range(1, config.num_slots):
         runner.clear_slot(slot)
     jax.block_until_ready(runner.on_device)
-    medians = {one: float(np.median([times[one] for times in stretches])) for one in points}
-    return {pair: [medians[pair, context] for context in CONTEXTS] for pair in pairs}
+    return {pair: [seconds[pair, context] for context in CONTEXTS] for pair in pairs}
 
 
-def _run(runner: ModelRunner, tier: DraftShape, bucket: int, context: int, seconds: float) -> float:
-    """Return seconds per round over dispatches that take about ``seconds``, after one more."""
+def _run(runner: ModelRunner, tier: DraftShape, bucket: int, context: int, count: int) -> float:
+    """Return seconds per round over ``count`` dispatches that follow another one.
+
+    As in serving, each result is read after the next dispatch. Otherwise a round would also contain
+    the way of its inputs to the device and of its result to the host: 1 ms with the 8B shape.
+    """
     config = runner.config
     slots = range(1, min(bucket, config.num_slots - 1) + 1)
     pages = min(config.pages_per_request, (config.num_pages - 1) // len(slots))
     room, advance = pages * config.page_size, config.kv_writes.after(config.rounds_per_dispatch)
-    filled = max(1, min(context, room - 3 * advance))
+    filled = max(1, min(context, room - (count + 2) * advance))
     lens, remaining = np.zeros((2, config.num_slots), np.int32)
     for slot in slots:
         lens[slot], remaining[slot] = filled, UNLIMITED
         runner.set_pages(slot, range(1 + (slot - 1) * pages, 1 + slot * pages))
     runner.reset_rows(lens, remaining)
-    started = time.perf_counter()
-    runner.round(slots, tier).read()
-    wanted = seconds / (time.perf_counter() - started)
-    # the pages must also hold the tokens of the first dispatch
-    count = max(1, min(round(wanted), MOST_DISPATCHES, (room - filled) // advance - 2))
-    started = time.perf_counter()
+    last = runner.round(slots, tier)
+    started = 0.0
     for _ in range(count):
-        last = runner.round(slots, tier)
+        following = runner.round(slots, tier)
+        last.read()
+        started = started or time.perf_counter()
+        last = following
     last.read()
     return (time.perf_counter() - started) / (count * config.rounds_per_dispatch)

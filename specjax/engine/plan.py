@@ -96,12 +96,12 @@ class EnginePlan:
 
 
 def packed_tiers(args: EngineArgs, deepest: DraftShape, batch: int) -> tuple[DraftShape, ...]:
-    """The packed tier of the budget policy: the deepest tier with half of its verified rows."""
+    """The packed tier of the budget policy: the deepest tier with 5/8 of its verified rows."""
     is_budget = args.adaptive is not None and args.adaptive.policy == "budget"
     is_possible = deepest.nodes >= LEAST_PACKED_NODES and batch > 1 and args.acceptance.is_coupled
     if not is_budget or not is_possible:
         return ()
-    return (deepest._replace(packed=deepest.nodes // 2),)
+    return (deepest._replace(packed=5 * deepest.nodes // 8),)
 
 
 def plan_engine(args: EngineArgs) -> EnginePlan:

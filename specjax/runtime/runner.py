@@ -140,13 +140,20 @@ class ModelRunner:
         """Reset the rows that rounds start from, without compiling anything.
 
         For measurements, ``seq_lens`` and ``remaining`` i32 ``[R]`` set the number of tokens that
-        each slot has in the pool and may still produce; all slots then have different last tokens.
+        each slot has in the pool and may still produce. All slots then have different last tokens,
+        and the other rows stay as they are.
         """
-        future = jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), self.abstract_state.future)
-        if seq_lens is not None and remaining is not None:
+        put = self.networks.placement.put
+        if seq_lens is None or remaining is None:
+            shapes = self.abstract_state.future
+            future = put(jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), shapes))
+        else:  # the other rows have up to some MB, and do not affect the time of a round
             last = np.arange(len(seq_lens), dtype=np.int32) % self.networks.target_config.vocab_size
-            future = replace(future, seq_lens=seq_lens, remaining=remaining, bonus_tokens=last)
-        self.on_device = replace(self.on_device, future=self.networks.placement.put(future))
+            seq_lens, remaining, last = put((seq_lens, remaining, last))
+            future = replace(
+                self.on_device.future, seq_lens=seq_lens, remaining=remaining, bonus_tokens=last
+            )
+        self.on_device = replace(self.on_device, future=future)
 
     def reset(self) -> None:
         """Set pools and rows to zero, so that no KV from old weights is left; compiles nothing.

@@ -233,8 +233,8 @@ def test_the_start_line_suggests_drafts_unless_plain_decoding_was_chosen(files, 
 
 
 def test_packed_rounds_give_plain_texts_and_learn(files, plain_ids, monkeypatch, caplog):
-    """The budget policy also runs half of the deepest tier's rows, shared out by survival."""
-    tiers = (*chains(0, 7), DraftShape(7, 1, 8, packed=4))
+    """The budget policy also runs 5 of 8 of the deepest tier's rows, shared out by survival."""
+    tiers = (*chains(0, 7), DraftShape(7, 1, 8, packed=5))
     seconds = dict(zip(product(tiers, [2]), (1.0, 3.0, 1.1), strict=True))
     monkeypatch.setattr(build, "round_seconds", lambda runner: seconds)
     config = {"policy": "budget", "candidate_steps": [0, 7]}
@@ -252,11 +252,11 @@ def test_packed_rounds_give_plain_texts_and_learn(files, plain_ids, monkeypatch,
         (state,), gauges = engine.get_server_info()["internal_states"], samples(engine)
     figures, by_position = state["adaptive"], state["spec_verified_drafts"]
     rounds = {tier: counts["rounds"] for tier, counts in figures["tiers"].items()}
-    assert rounds["7p4"] > 3
-    # a batch of two shares 8 rows, so that seldom all drafts are verified, but any may be
+    assert rounds["7p5"] > 3
+    # a batch of two shares 10 rows, so that seldom all drafts are verified, but any may be
     assert by_position == sorted(by_position, reverse=True)
     assert by_position[0] > by_position[-1]
-    rows = {"0": 2, "7": 16, "7p4": 8}
+    rows = {"0": 2, "7": 16, "7p5": 10}
     assert state["spec_verified_rows"] <= sum(rows[tier] * n for tier, n in rounds.items())
     assert gauges["spec_calibration_error"] == figures["calibration_error"]
     assert "the adaptive policy failed" not in caplog.text
