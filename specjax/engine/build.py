@@ -36,7 +36,7 @@ from specjax.types import DraftShape
 logger = logging.getLogger(__name__)
 
 ROUND_SECONDS = "round_seconds"
-# round times are measured in stretches of this many dispatches: 3 s for six batch buckets (8B shape)
+# round times are measured in stretches of so many dispatches: 3 s for six buckets (8B)
 STRETCHES, DISPATCHES = 2, 2
 GREEDY = SamplingParams(temperature=0.0)
 
