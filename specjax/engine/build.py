@@ -1,11 +1,9 @@
 """Build the device side of an engine from its plan: compile, load and measure."""
 
 import logging
-import math
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from itertools import product
 from typing import Any
 
 import jax
@@ -36,8 +34,8 @@ from specjax.types import DraftShape
 logger = logging.getLogger(__name__)
 
 ROUND_SECONDS = "round_seconds"
-# round times are measured in stretches of so many dispatches: 3 s for six buckets (8B)
-STRETCHES, DISPATCHES = 2, 2
+# round times are medians of stretches of this many dispatches: 3 s for six buckets (8B, H200)
+STRETCHES, DISPATCHES = 3, 3
 GREEDY = SamplingParams(temperature=0.0)
 
 
@@ -213,13 +211,14 @@ def round_seconds(runner: ModelRunner) -> dict[tuple[DraftShape, int], list[floa
 
 
 def measure_round_seconds(runner: ModelRunner) -> dict[tuple[DraftShape, int], list[float]]:
-    """Measure seconds per round by (tier, batch bucket) at each context: the best of stretches.
+    """Measure seconds per round by (tier, batch bucket) at each context: medians of stretches.
 
-    Rounds are dispatched without a read in between, as in serving. The rows are greedy, and their
+    Each result is read after the next dispatch, as in serving. The rows are greedy, and their
     last tokens differ. Their KV is zero or left over, because its values do not affect the time.
     The measurements take turns stretch by stretch, so that a temporary slowdown of the device
-    affects all of them, and few stretches of each. The runner must have no requests; only the
-    contents of its pages change.
+    affects all of them. Only the largest bucket that fits is also measured at the longer context.
+    What this context adds is the time to read its KV, so it is proportional to the batch size.
+    The runner must have no requests; only the contents of its pages change.
     """
     config = runner.config
     pairs = config.rounds
@@ -227,17 +226,26 @@ def measure_round_seconds(runner: ModelRunner) -> dict[tuple[DraftShape, int], l
         runner.set_slot(slot, GREEDY, seed=0)
     for pair in pairs:  # the first dispatches of a function load it and capture its CUDA graphs
         _run(runner, *pair, CONTEXTS[0], 1)
-    points = list(product(pairs, CONTEXTS))
-    seconds = dict.fromkeys(points, math.inf)
-    for _ in range(STRETCHES):
-        for pair, context in points:
-            found = _run(runner, *pair, context, DISPATCHES)
-            seconds[pair, context] = min(seconds[pair, context], found)
+    (short, long), buckets = CONTEXTS, config.batch_buckets
+    held = config.num_pages * config.page_size // long  # requests of this length in the pool
+    most = max((batch for batch in buckets if 1 < batch <= held), default=buckets[-1])
+    points = [(pair, short) for pair in pairs]
+    points += [((tier, most), long) for tier in config.shapes]
+    stretches = [
+        {point: _run(runner, *point[0], point[1], DISPATCHES) for point in points}
+        for _ in range(STRETCHES)
+    ]
     runner.reset_rows()
     for slot in range(1, config.num_slots):
         runner.clear_slot(slot)
     jax.block_until_ready(runner.on_device)
-    return {pair: [seconds[pair, context] for context in CONTEXTS] for pair in pairs}
+    found = {one: float(np.median([times[one] for times in stretches])) for one in points}
+    added = {tier: found[(tier, most), long] - found[(tier, most), short] for tier in config.shapes}
+    return {
+        (tier, batch): [value, value + max(0.0, added[tier]) * batch / most]
+        for ((tier, batch), context), value in found.items()
+        if context == short
+    }
 
 
 def _run(runner: ModelRunner, tier: DraftShape, bucket: int, context: int, count: int) -> float:

@@ -149,10 +149,8 @@ class ModelRunner:
             future = put(jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), shapes))
         else:  # the other rows have up to some MB, and do not affect the time of a round
             last = np.arange(len(seq_lens), dtype=np.int32) % self.networks.target_config.vocab_size
-            seq_lens, remaining, last = put((seq_lens, remaining, last))
-            future = replace(
-                self.on_device.future, seq_lens=seq_lens, remaining=remaining, bonus_tokens=last
-            )
+            rows = {"seq_lens": seq_lens, "remaining": remaining, "bonus_tokens": last}
+            future = replace(self.on_device.future, **put(rows))
         self.on_device = replace(self.on_device, future=future)
 
     def reset(self) -> None:
