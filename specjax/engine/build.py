@@ -217,7 +217,7 @@ def measure_round_seconds(runner: ModelRunner) -> dict[tuple[DraftShape, int], l
     last tokens differ. Their KV is zero or left over, because its values do not affect the time.
     The measurements take turns stretch by stretch, so that a temporary slowdown of the device
     affects all of them. Only the largest bucket that fits is also measured at the longer context.
-    What this context adds is the time to read its KV, so it is proportional to the batch size.
+    The time it adds is that of reading its KV, so it is proportional to the batch size.
     The runner must have no requests; only the contents of its pages change.
     """
     config = runner.config
