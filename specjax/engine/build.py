@@ -258,7 +258,8 @@ def _run(runner: ModelRunner, tier: DraftShape, bucket: int, context: int, count
     slots = range(1, min(bucket, config.num_slots - 1) + 1)
     pages = min(config.pages_per_request, (config.num_pages - 1) // len(slots))
     room, advance = pages * config.page_size, config.kv_writes.after(config.rounds_per_dispatch)
-    filled = max(1, min(context, room - (count + 2) * advance))
+    filled = max(1, min(context, room - (count + 1) * advance))
+    count = max(1, min(count, (room - filled) // advance - 1))  # the pages must hold all rounds
     lens, remaining = np.zeros((2, config.num_slots), np.int32)
     for slot in slots:
         lens[slot], remaining[slot] = filled, UNLIMITED
