@@ -66,7 +66,6 @@ class RoundFunctions:
         self,
         function: Callable[..., Any],
         shape: DraftShape,
-        batch: int = 1,
         *,
         greedy: bool = False,
         **options: Any,
@@ -79,8 +78,7 @@ class RoundFunctions:
             processed=self._config.processed_logprobs,
             implementation=self._config.implementation,
             acceptance=COUPLED if greedy else self._config.acceptance,
-            # a batch of one has no packed rounds, which are what confidences are for
-            reads_confidence=self._config.reads_confidence and batch > 1,
+            reads_confidence=self._config.reads_confidence,
         )
         config = spec_round.RoundConfig(
             algorithm=algorithm,
@@ -128,20 +126,21 @@ class RoundFunctions:
     def _rounds(self, shape: DraftShape) -> Iterator[tuple[int, Job]]:
         """Jobs for the rounds of a tier, each with its number of verified rows."""
         on_gpu = self._config.on_gpu
+        greedy = [True, False] if on_gpu else [False]
+        functions = [self.bind(spec_round.spec_rounds, shape, greedy=each) for each in greedy]
+        names = [f"{'greedy_' * each}round" for each in greedy]
         for batch in [batch for tier, batch in self._config.rounds if tier == shape]:
             rows = batch * shape.verified
             options = compiler_options(rows) if on_gpu else None
-            for greedy in [True, False] if on_gpu else [False]:
-                function = self.bind(spec_round.spec_rounds, shape, batch, greedy=greedy)
-                key = f"{'greedy_' * greedy}round", shape, batch
-                yield rows, (key, function, self._with(batch), options)
+            for name, function in zip(names, functions, strict=True):
+                yield rows, ((name, shape, batch), function, self._with(batch), options)
 
     def stage_jobs(self) -> Iterator[Job]:
         for shape, batch in self._config.rounds:
             options = compiler_options(batch * shape.verified) if self._config.on_gpu else None
             arguments = self._with(batch)
             for name, function in STAGES.items():
-                stage = self.bind(function, shape, batch)
+                stage = self.bind(function, shape)
                 yield (name, shape, batch), stage, arguments, options
                 passed = jax.eval_shape(stage, *arguments)[1]
                 arguments = (*self._with(batch), self._networks.placement.abstract(passed))
