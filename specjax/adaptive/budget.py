@@ -45,13 +45,10 @@ class AcceptanceEstimates:
 
     def observe(self, num_accepted: Counts, num_proposed: Counts) -> None:
         """Record one round: a row that accepts k drafts has tried k + 1, or all proposed ones."""
-        pairs = list(zip(num_accepted, num_proposed, strict=True))
-        for i in range(len(self.tried)):
-            # rows that tried this position; for few rows, lists are faster than numpy
-            pairs = [(k, n) for k, n in pairs if k >= i and n > i]
-            if not pairs:
-                break
-            tried, accepted = len(pairs), sum(k > i for k, _ in pairs)
+        # for few rows, lists are faster than numpy
+        tries = [min(k + 1, n) for k, n in zip(num_accepted, num_proposed, strict=True)]
+        for i in range(min(max(tries), len(self.tried))):
+            tried, accepted = sum([n > i for n in tries]), sum([k > i for k in num_accepted])
             share = self.accepted[i] / self.tried[i] if self.tried[i] else 0.5
             spread = sqrt(tried * share * (1.0 - share) + 1.0)
             has_jumped = abs(accepted - tried * share) > JUMP * spread
@@ -104,8 +101,8 @@ class BudgetPolicy:
         # tokens of requests in rounds with drafts, as expected before each round, and as accepted
         self.expected_tokens = self.realised_tokens = 0.0
         self._expected: dict[DraftShape, float] = {}  # per request, at the last decision
-        # by index of the slot and batch bucket
-        self._known_candidates: dict[tuple[int, int], tuple[DraftShape, ...]] = {}
+        self._known_candidates: dict[int, tuple[DraftShape, ...]] = {}  # by batch size
+        self._depths = {tier: (tier.depth, tier.verified) for tier, _ in seconds}
         self._bucket: int | None = None  # batch bucket of the last decision
         self._vain_probes = 0  # failed probes since the tier last changed
 
@@ -188,13 +185,12 @@ class BudgetPolicy:
         }
 
     def _candidates(self, batch_size: int) -> tuple[DraftShape, ...]:
-        key = self.config.slot_index(batch_size), self.table.bucket_of(batch_size)
-        if key not in self._known_candidates:
-            slot, bucket = key
-            tiers = self.config.slots[slot].tiers
+        if batch_size not in self._known_candidates:
+            bucket = self.table.bucket_of(batch_size)
+            tiers = self.config.slots[self.config.slot_index(batch_size)].tiers
             found = tuple(tier for tier in tiers if (tier, bucket) in self.table.pairs)
-            self._known_candidates[key] = found
-        return self._known_candidates[key]
+            self._known_candidates[batch_size] = found
+        return self._known_candidates[batch_size]
 
     def _times(self, tiers: Iterable[DraftShape], bucket: int, context: float) -> Times:
         return {tier: self.table.seconds(tier, bucket, context) for tier in tiers}
@@ -204,19 +200,20 @@ class BudgetPolicy:
         tokens = expected_tokens(self.estimates.acceptance(self.chosen.depth))
         rates, self._expected = {}, {}
         for tier, seconds in times.items():
-            gain = tokens[tier.depth] - 1.0
+            depth, _ = self._depths[tier]
+            gain = tokens[depth] - 1.0
             if self.survival is not None and tier.packed:
                 known, drafts = record.requests or [None], tier.packed - 1
                 if record.requests:
                     drafts = bucket * tier.packed - round(len(known) / record.share)
-                gain *= self.survival.share(known, drafts, tier.depth)
+                gain *= self.survival.share(known, drafts, depth)
             rates[tier] = (1.0 + record.share * gain) / seconds
             self._expected[tier] = 1.0 + gain
         return rates
 
     def _is_deeper(self, tier: DraftShape) -> bool:
         # packed rounds may leave late drafts untried, so all rows may show more than some of them
-        return (tier.depth, tier.verified) > (self.chosen.depth, self.chosen.verified)
+        return self._depths[tier] > self._depths[self.chosen]
 
     def _account(self, rates: Rates, times: Times, tokens: float, tier: DraftShape) -> None:
         """Update ``debt`` with the time a probe lost, ``deficit`` with what speculation lost."""
@@ -236,7 +233,7 @@ class BudgetPolicy:
             limit = MAX_DEFICIT if self.chosen.steps else RESUME_DEFICIT
             if self.deficit > limit * times[NO_DRAFTS]:
                 return NO_DRAFTS
-        best = max(rates, key=lambda tier: (rates[tier], -tier.depth))
+        best = max(rates, key=rates.__getitem__)  # of equal ones, the first and least deep
         current, plain = rates.get(self.chosen, 0.0), rates.get(NO_DRAFTS, 0.0)
         is_enough = rates[best] > (1.0 + HYSTERESIS) * current or current < plain
         return best if is_enough else self.chosen

@@ -34,8 +34,8 @@ from specjax.types import DraftShape
 logger = logging.getLogger(__name__)
 
 ROUND_SECONDS = "round_seconds"
-# round times are medians of stretches of this many dispatches: 4 s for six buckets (8B, H200)
-STRETCHES, DISPATCHES = 3, 3
+# round times are medians of stretches of this many dispatches: 3 s for six buckets (8B, H200)
+STRETCHES, DISPATCHES = 3, 2
 GREEDY = SamplingParams(temperature=0.0)
 
 

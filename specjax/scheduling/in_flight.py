@@ -130,7 +130,7 @@ class InFlight:
         at = 0
         now = self._clock()
         if batch_size and self._controller is not None:
-            self._report_accepted(self._controller, rows, packed, result.tier)
+            self._report_accepted(self._controller, rows, values, packed, result.tier)
         for i, row in enumerate(rows):
             own = slice(at, at := at + pieces[i].num_tokens) if pieces else None
             if row.is_released:
@@ -204,17 +204,21 @@ class InFlight:
         self,
         controller: AdaptiveController,
         rows: Sequence[RunningRequest],
-        rounds: np.ndarray,
+        rounds: list[list[list[int]]],
+        packed: np.ndarray,
         tier: DraftShape,
     ) -> None:
-        """Report the accepted drafts of each round to the controller, without ended requests."""
-        context, share, batch_size = mean_context(rows), share_drafting(rows), rounds.shape[1]
-        for batch in rounds:
-            counts = batch[:, -3:].tolist()
+        """Report the accepted drafts of each round to the controller, without ended requests.
+
+        ``rounds`` has the values of ``packed``, which :meth:`_take_rounds` describes.
+        """
+        context, share, batch_size = mean_context(rows), share_drafting(rows), packed.shape[1]
+        has_confidences = packed.shape[2] > tier.accept_width + 3
+        for number, batch in enumerate(rounds):
             live = [
-                (i, row.request, *counts[i])
+                (i, row.request, *batch[i][-3:])
                 for i, row in enumerate(rows)
-                if counts[i][-1] > 0 and not row.is_released
+                if batch[i][-1] > 0 and not row.is_released
             ]
             # Rows without proposed drafts do not count; a round with only such rows is plain. But a
             # packed round proposes none for requests whose drafts are unlikely to survive.
@@ -222,8 +226,9 @@ class InFlight:
             if tier.steps and not drafting and NO_DRAFTS not in controller.tiers:
                 continue
             index, requests, proposed, accepted, _ = [*zip(*drafting, strict=True)] or [()] * 5
-            # the float32 bits of confidences, if the round reports them
-            bits = batch[list(index), tier.accept_width : -3].view(np.float32)
+            bits = ()  # the float32 bits of confidences, if the round reports them
+            if has_confidences:
+                bits = packed[number, list(index), tier.accept_width : -3].view(np.float32)
             executed, ids = tier if drafting else NO_DRAFTS, [request.rid for request in requests]
             record = RoundRecord(proposed, context, ids, share, bits)
             try:
