@@ -186,8 +186,8 @@ class BudgetPolicy:
 
     def _candidates(self, batch_size: int) -> tuple[DraftShape, ...]:
         if batch_size not in self._known_candidates:
-            bucket = self.table.bucket_of(batch_size)
             tiers = self.config.slots[self.config.slot_index(batch_size)].tiers
+            bucket = self.table.bucket_of(batch_size)
             found = tuple(tier for tier in tiers if (tier, bucket) in self.table.pairs)
             self._known_candidates[batch_size] = found
         return self._known_candidates[batch_size]

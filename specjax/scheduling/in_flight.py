@@ -204,7 +204,7 @@ class InFlight:
         self,
         controller: AdaptiveController,
         rows: Sequence[RunningRequest],
-        rounds: list[list[list[int]]],
+        rounds: list[Any],
         packed: np.ndarray,
         tier: DraftShape,
     ) -> None:
@@ -226,7 +226,7 @@ class InFlight:
             if tier.steps and not drafting and NO_DRAFTS not in controller.tiers:
                 continue
             index, requests, proposed, accepted, _ = [*zip(*drafting, strict=True)] or [()] * 5
-            bits = ()  # the float32 bits of confidences, if the round reports them
+            bits: Any = ()  # the float32 bits of confidences, if the round reports them
             if has_confidences:
                 bits = packed[number, list(index), tier.accept_width : -3].view(np.float32)
             executed, ids = tier if drafting else NO_DRAFTS, [request.rid for request in requests]

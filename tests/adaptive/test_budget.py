@@ -192,7 +192,7 @@ def test_the_batch_decides_by_its_own_times() -> None:
     for _ in range(20):
         policy.on_verify_complete([3], tier=chain(7), batch_size=1)
     assert [policy.tier_for_batch(n).steps for n in (1, 2, 8, 1)] == [7, 0, 0, 7]
-    for wrong in (9, 0, "1"):
+    for wrong in (9, 1.5, 0, "1"):
         with pytest.raises(ValueError, match="batch_size="):
             policy.tier_for_batch(wrong)  # type: ignore[arg-type]
 
