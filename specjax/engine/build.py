@@ -213,33 +213,42 @@ def round_seconds(runner: ModelRunner) -> dict[tuple[DraftShape, int], list[floa
 def measure_round_seconds(runner: ModelRunner) -> dict[tuple[DraftShape, int], list[float]]:
     """Measure seconds per round by (tier, batch bucket) at each context: medians of stretches.
 
-    Each result is read after the next dispatch, as in serving. The rows are greedy, and their
-    last tokens differ. Their KV is zero or left over, because its values do not affect the time.
-    The measurements take turns stretch by stretch, so that a temporary slowdown of the device
-    affects all of them. Only the largest bucket that fits is also measured at the longer context.
-    The time it adds is that of reading its KV, so it is proportional to the batch size.
+    Each result is read after the next dispatch, as in serving, and a round takes the time since the
+    result before it. The rows are greedy, and their last tokens differ. Their KV is zero or left
+    over, because its values do not affect the time. The measurements take turns stretch by stretch,
+    so that a temporary slowdown of the device affects all of them. Only the largest bucket that
+    fits is also measured at the longer context. The time it adds is that of reading its KV, so it
+    is proportional to the batch size.
     The runner must have no requests; only the contents of its pages change.
     """
     config = runner.config
-    pairs = config.rounds
     for slot in range(1, config.num_slots):
         runner.set_slot(slot, GREEDY, seed=0)
-    for pair in pairs:  # the first dispatches of a function load it and capture its CUDA graphs
-        _run(runner, *pair, CONTEXTS[0], 1)
     (short, long), buckets = CONTEXTS, config.batch_buckets
     held = config.num_pages * config.page_size // long  # requests of this length in the pool
     most = max((batch for batch in buckets if 1 < batch <= held), default=buckets[-1])
-    points = [(pair, short) for pair in pairs]
+    points = [(pair, short) for pair in config.rounds]
     points += [((tier, most), long) for tier in config.shapes]
-    stretches = [
-        {point: _run(runner, *point[0], point[1], DISPATCHES) for point in points}
-        for _ in range(STRETCHES)
-    ]
+    times: dict[Any, list[float]] = {point: [] for point in points}
+    before, last, read = None, None, 0.0
+    for stretch in range(1 + STRETCHES):
+        for pair, context in points:
+            slots, count = _place(runner, *pair, context)
+            for number in range(count if stretch else 1):
+                following = runner.round(slots, pair[0])
+                if last is not None:
+                    last.read()
+                    now = time.perf_counter()
+                    times[before].append(now - read)
+                    read = now
+                before, last = (pair, context), following
+        if not stretch:  # the first dispatch of a function loads it and captures its CUDA graph
+            times = {point: [] for point in points}
     runner.reset_rows()
     for slot in range(1, config.num_slots):
         runner.clear_slot(slot)
     jax.block_until_ready(runner.on_device)
-    found = {one: float(np.median([times[one] for times in stretches])) for one in points}
+    found = {one: float(np.median(times[one])) / config.rounds_per_dispatch for one in points}
     added = {tier: found[(tier, most), long] - found[(tier, most), short] for tier in config.shapes}
     return {
         (tier, batch): [value, value + max(0.0, added[tier]) * batch / most]
@@ -248,29 +257,19 @@ def measure_round_seconds(runner: ModelRunner) -> dict[tuple[DraftShape, int], l
     }
 
 
-def _run(runner: ModelRunner, tier: DraftShape, bucket: int, context: int, count: int) -> float:
-    """Return seconds per round over ``count`` dispatches that follow another one.
+def _place(runner: ModelRunner, tier: DraftShape, bucket: int, context: int) -> tuple[range, int]:
+    """Give a batch ``context`` tokens per request, or as many as fit; return its slots.
 
-    As in serving, each result is read after the next dispatch. Otherwise a round would also contain
-    the way of its inputs to the device and of its result to the host: 1 ms with the 8B shape.
+    Also return the number of dispatches that its pages have room for, up to ``DISPATCHES``.
     """
     config = runner.config
     slots = range(1, min(bucket, config.num_slots - 1) + 1)
     pages = min(config.pages_per_request, (config.num_pages - 1) // len(slots))
     room, advance = pages * config.page_size, config.kv_writes.after(config.rounds_per_dispatch)
-    filled = max(1, min(context, room - (count + 1) * advance))
-    count = max(1, min(count, (room - filled) // advance - 1))  # the pages must hold all rounds
+    filled = max(1, min(context, room - (DISPATCHES + 1) * advance))
     lens, remaining = np.zeros((2, config.num_slots), np.int32)
     for slot in slots:
         lens[slot], remaining[slot] = filled, UNLIMITED
         runner.set_pages(slot, range(1 + (slot - 1) * pages, 1 + slot * pages))
     runner.reset_rows(lens, remaining)
-    last = runner.round(slots, tier)
-    started = 0.0
-    for _ in range(count):
-        following = runner.round(slots, tier)
-        last.read()
-        started = started or time.perf_counter()
-        last = following
-    last.read()
-    return (time.perf_counter() - started) / (count * config.rounds_per_dispatch)
+    return slots, max(1, min(DISPATCHES, (room - filled) // advance - 1))
