@@ -26,8 +26,9 @@ WINDOW = 16.0  # number of rounds over which the weight of old counts falls to 1
 JUMP, AFTER_JUMP = 3.0, 0.05
 FIRST_GUESS = 0.7  # initial acceptance of the first draft; weighs as much as one row
 HYSTERESIS = 0.02  # minimum relative gain in tokens per second to change the tier
-# maximum share of time that probes lose to the chosen tier, and that rounds lose to plain decoding
-LOSS_BUDGET, PLAIN_LOSS_BUDGET = 0.02, 0.01
+# Maximum share of time that probes lose to the chosen tier, and that rounds lose to plain decoding.
+# The second also limits probes of batches that show in one round what one request shows in several.
+LOSS_BUDGET, PLAIN_LOSS_BUDGET, MANY_ROWS = 0.02, 0.01, 8
 # One in this many failed probes may skip the next tier: deep drafts may pay off although the next
 # tier does not show it, for example if some rows of a batch accept everything.
 PROBES_A_TURN = 32
@@ -135,6 +136,8 @@ class BudgetPolicy:
         if (tier, bucket) not in self.table.pairs:
             raise ValueError(f"{tier=} has no round time at {batch_size=}")
         before = self.tier_for_batch(batch_size, record)
+        if record.seconds > 0.0:
+            self.table.observe(tier, bucket, record.context, record.seconds)
         rows, total = len(num_accepted_drafts), sum(num_accepted_drafts)
         if tier.steps and (expected := self._expected.get(tier)) is not None:
             self.expected_tokens += rows * expected
@@ -152,7 +155,7 @@ class BudgetPolicy:
         rated = {one: times[one] for one in candidates}
         rates = self._rates(rated, bucket, record)
         tokens = 1.0 + record.share * total / rows
-        self._account(rates, times, tokens, tier)
+        self._account(rates, times, tokens, tier, rows)
         best = self._best(rates, times)
         if best != self.chosen:
             self.chosen, self.probe, self._vain_probes = best, None, 0
@@ -215,10 +218,12 @@ class BudgetPolicy:
         # packed rounds may leave late drafts untried, so all rows may show more than some of them
         return self._depths[tier] > self._depths[self.chosen]
 
-    def _account(self, rates: Rates, times: Times, tokens: float, tier: DraftShape) -> None:
+    def _account(
+        self, rates: Rates, times: Times, tokens: float, tier: DraftShape, rows: int
+    ) -> None:
         """Update ``debt`` with the time a probe lost, ``deficit`` with what speculation lost."""
         seconds = times[tier]
-        is_rare = not self.chosen.steps or self.chosen.packed
+        is_rare = not self.chosen.steps or self.chosen.packed or rows >= MANY_ROWS
         budget = PLAIN_LOSS_BUDGET if is_rare else LOSS_BUDGET
         is_probe = self._is_deeper(tier) and self.chosen in rates
         lost = seconds - tokens / rates[self.chosen] if is_probe else -budget * seconds

@@ -54,8 +54,8 @@ class AdaptiveSpecWorker(Protocol[State]):
 class AdaptiveSpecPolicy(Protocol):
     """Chooses the tier from the counts of accepted drafts in verified rounds.
 
-    Decisions depend only on these counts and the constructor's arguments, so two policies that get
-    the same counts make the same decisions.
+    Decisions depend only on these counts, the records and the constructor's arguments, so two
+    policies that get the same ones make the same decisions.
     """
 
     @property

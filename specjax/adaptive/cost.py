@@ -9,6 +9,10 @@ from specjax.types import DraftShape
 
 # context lengths in tokens at which rounds are measured; between and above them, time is linear
 CONTEXTS = (512, 4096)
+# Served rounds differ from measured ones, by up to 20 % on an H200: under a constant load its power
+# limit lowers the clock, which slows down rounds of many rows. A tier's ratio of the two follows
+# the last rounds in this tier, and slowly also those in other tiers of the same bucket.
+OWN_ROUNDS, OTHER_ROUNDS, MOST_RATIO = 8.0, 256.0, 2.0
 Seconds = Mapping[tuple[DraftShape, int], float | list[float]]
 
 
@@ -16,8 +20,8 @@ class CostTable:
     """Seconds per round, from measurements by (tier, batch bucket), at both contexts or for all.
 
     A round with more steps, rows or requests is never cheaper than one with fewer: noise in the
-    measurements is smoothed upwards. Raises ValueError for times that are not above 0, or missing;
-    only packed tiers may lack some.
+    measurements is smoothed upwards. Rounds while serving then correct them. Raises ValueError for
+    times that are not above 0, or missing; only packed tiers may lack some.
     """
 
     def __init__(self, seconds: Seconds) -> None:
@@ -41,6 +45,10 @@ class CostTable:
             )
             for tier, bucket in self.pairs
         }
+        self._ratios = {
+            bucket: {tier: 1.0 for tier in self.tiers if (tier, bucket) in self.pairs}
+            for bucket in self.buckets
+        }
 
     def _checked(
         self, tier: DraftShape, bucket: int, values: float | list[float]
@@ -61,6 +69,16 @@ class CostTable:
         """Seconds per round of a batch whose requests have ``context`` tokens on average."""
         short, long = self._seconds[tier, bucket]
         begin, end = CONTEXTS
-        if context <= begin or long <= short:
-            return short
-        return short + (long - short) * (context - begin) / (end - begin)
+        if context > begin and long > short:
+            short += (long - short) * (context - begin) / (end - begin)
+        return short * self._ratios[bucket][tier]
+
+    def observe(self, tier: DraftShape, bucket: int, context: float, seconds: float) -> None:
+        """Correct the table by the time of a round while serving."""
+        ratios = self._ratios[bucket]
+        found = ratios[tier] * seconds / self.seconds(tier, bucket, context)
+        found = min(max(found, 1.0 / MOST_RATIO), MOST_RATIO)
+        own = ratios[tier] + (found - ratios[tier]) / OWN_ROUNDS
+        for other, ratio in ratios.items():
+            ratios[other] = ratio + (own - ratio) / OTHER_ROUNDS
+        ratios[tier] = own

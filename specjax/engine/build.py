@@ -234,7 +234,7 @@ def measure_round_seconds(runner: ModelRunner) -> dict[tuple[DraftShape, int], l
     for stretch in range(1 + STRETCHES):
         for pair, context in points:
             slots, count = _place(runner, *pair, context)
-            for number in range(count if stretch else 1):
+            for _ in range(count if stretch else 1):
                 following = runner.round(slots, pair[0])
                 if last is not None:
                     last.read()

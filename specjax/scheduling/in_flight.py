@@ -64,6 +64,8 @@ class InFlight:
         self._metrics = metrics
         self._controller = controller
         self._clock = clock
+        # when the oldest call in the queue started, if it has rounds and was waiting for the device
+        self._started: float | None = None
         # rows, result, padded batch size (if rounds), pieces (if prefill)
         self._queue: deque[
             tuple[Sequence[RunningRequest], Dispatched, int, Sequence[PromptPiece]]
@@ -74,6 +76,7 @@ class InFlight:
 
     def clear(self) -> None:
         self._queue.clear()
+        self._started = None
 
     def dispatch_prompts(self, pieces: Sequence[PromptPiece]) -> None:
         """Dispatch pieces of prompts in as many calls as they need."""
@@ -118,6 +121,7 @@ class InFlight:
         """Wait for the oldest result; yield the rows that ended, each with its error, if any."""
         rows, result, batch_size, pieces = self._queue.popleft()
         if all(row.is_released for row in rows):
+            self._started = None
             return
         # wait for every chunk, not only for a prompt's last one, so that the host is not far ahead
         packed = result.read()
@@ -129,8 +133,10 @@ class InFlight:
         reports = () if logprobs is None and states is None else (logprobs, states)
         at = 0
         now = self._clock()
+        seconds = 0.0 if self._started is None else (now - self._started) / max(1, len(values))
+        self._started = now if batch_size and self._queue and self._queue[0][2] else None
         if batch_size and self._controller is not None:
-            self._report_accepted(self._controller, rows, values, packed, result.tier)
+            self._report_accepted(self._controller, rows, values, packed, result.tier, seconds)
         for i, row in enumerate(rows):
             own = slice(at, at := at + pieces[i].num_tokens) if pieces else None
             if row.is_released:
@@ -207,6 +213,7 @@ class InFlight:
         rounds: list[Any],
         packed: np.ndarray,
         tier: DraftShape,
+        seconds: float,
     ) -> None:
         """Report the accepted drafts of each round to the controller, without ended requests.
 
@@ -230,7 +237,8 @@ class InFlight:
             if has_confidences:
                 bits = packed[number, list(index), tier.accept_width : -3].view(np.float32)
             executed, ids = tier if drafting else NO_DRAFTS, [request.rid for request in requests]
-            record = RoundRecord(proposed, context, ids, share, bits)
+            known = seconds if executed == tier else 0.0
+            record = RoundRecord(proposed, context, ids, share, bits, known)
             try:
                 controller.on_verify_complete(
                     accepted or [0] * len(live), tier=executed, batch_size=batch_size, record=record

@@ -132,11 +132,12 @@ def simulate_batch(
     good: Callable[[DraftShape], bool] = bool,
     delay: int = 2,
     seed: int = 0,
+    is_timed: bool = False,
 ) -> list[Stretch]:
     """Run stretches of time in which each request of a batch has its own acceptance rate.
 
     A tuple holds the rates by position. A packed tier verifies the drafts that the policy
-    expects to survive.
+    expects to survive. If ``is_timed`` is set, the policy gets the time of each round.
     """
     rng = random.Random(seed)
     results: deque[tuple[DraftShape, list[int], list[int]]] = deque()
@@ -165,7 +166,8 @@ def simulate_batch(
             results.append((tier, counts, limits))
             if len(results) > delay and not isinstance(policy, DraftShape):
                 executed, reported, proposed = results.popleft()
-                record = RoundRecord(proposed, 0.0, range(size))
+                taken = times[executed, size] if is_timed else 0.0
+                record = RoundRecord(proposed, 0.0, range(size), seconds=taken)
                 options = {"tier": executed, "batch_size": size, "record": record}
                 policy.on_verify_complete(reported, **options)
         found.append(Stretch(tokens / passed, reached))

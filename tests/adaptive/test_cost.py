@@ -67,3 +67,20 @@ def test_drafts_that_were_not_proposed_do_not_count_as_rejected() -> None:
     assert first > 0.98
     assert second == 0.0
     assert not policy.estimates.tried[1]
+
+
+@given(st.lists(st.tuples(st.sampled_from(PAIRS), TIMES), max_size=40))
+def test_served_rounds_correct_the_table_within_limits(rounds: list[tuple[Any, float]]) -> None:
+    table, before = CostTable(dict.fromkeys(PAIRS, 0.01)), 0.01
+    for (tier, bucket), seconds in rounds:
+        others = [table.seconds(*pair) for pair in PAIRS if pair[1] != bucket]
+        old = table.seconds(tier, bucket)
+        table.observe(tier, bucket, 0.0, seconds)
+        new, limited = table.seconds(tier, bucket), min(max(seconds, before / 2), before * 2)
+        assert abs(limited - new) <= abs(limited - old) + 1e-12  # it comes closer
+        assert before / 2 <= new * (1 + 1e-9)
+        assert new <= before * 2 * (1 + 1e-9)
+        assert [table.seconds(*pair) for pair in PAIRS if pair[1] != bucket] == others
+    for _ in range(60):
+        table.observe(chain(7), 8, 0.0, 0.015)
+    assert table.seconds(chain(7), 8) == pytest.approx(0.015, rel=1e-2)

@@ -163,3 +163,19 @@ def test_packed_rounds_do_not_hide_that_late_drafts_survive() -> None:
     policy = BudgetPolicy(times, 7, {"candidate_steps": [0, 7]})
     found = simulate_batch(policy, [three, every] * 2, times)
     assert min(stretch.rate for stretch in found[1::2]) > 0.9 * best
+
+
+def test_times_while_serving_replace_wrong_measurements() -> None:
+    """The deepest tier takes 1.5 times as long as measured, for example with a lower clock."""
+    measured = {(DraftShape.chain(k), 32): s for k, s in {0: 5.0, 1: 5.5, 3: 6.5, 7: 8.0}.items()}
+    measured = {pair: 1e-3 * value for pair, value in measured.items()}
+    times = measured | {(DraftShape.chain(7), 32): 12e-3}
+    batch = [[0.8] * 32]
+    rates = [simulate_batch(DraftShape.chain(k), batch, times)[0].rate for k in TIERS]
+    best = max(rates)
+    assert rates[2] == best
+    for is_timed in (False, True):
+        policy = BudgetPolicy(measured, 3)
+        (found,) = simulate_batch(policy, batch, times, is_timed=is_timed)
+        assert (found.rate > 0.97 * best) == is_timed
+        assert (policy.chosen == DraftShape.chain(3)) == is_timed

@@ -101,6 +101,7 @@ class Forced:
         self.tiers, self._next = runner.config.shapes, tiers
         self.tier = self.tiers[0]
         self.reported: list[tuple[list[int], int, int]] = []  # counts, steps, batch
+        self.seconds: list[float] = []
 
     def tier_for_batch(self, batch_size: int, *known: Any) -> DraftShape:
         assert batch_size == 4  # the padded batch
@@ -111,6 +112,7 @@ class Forced:
         self, counts: Sequence[int], *, tier: DraftShape, batch_size: int, **others: Any
     ) -> bool:
         self.reported.append((list(counts), tier.steps, batch_size))
+        self.seconds.append(others["record"].seconds)
         return False
 
     def describe(self) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Concurrent requests: each gives the same output as alone, in order, and frees everything."""
 
 from dataclasses import replace
+from itertools import count
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from ..runners import (
     plain_outputs,
     run_requests,
 )
-from .serving import STEPS, Serving
+from .serving import STEPS, Serving, forced
 from .test_counts import check_identities
 
 RNG = np.random.default_rng(4)
@@ -277,3 +278,20 @@ def test_decoding_waits_for_a_burst_but_not_forever(monkeypatch) -> None:
     assert max(stalls) <= 3 + 1
     serving.finish()
     assert len(first.output_ids) == 50
+
+
+@pytest.mark.parametrize("run_ahead", [0, 1])
+def test_only_rounds_that_waited_for_the_device_are_timed(run_ahead: int) -> None:
+    """The time between two results is that of a round if it was dispatched before the first."""
+    ticks = count(100)
+    runner = copied_runner(STEPS)
+    controller = forced(runner, [DraftShape.chain(STEPS)])
+    serving = Serving(run_ahead=run_ahead, controller=controller, clock=lambda: float(next(ticks)))
+    for _ in range(2):  # the second time, the first round again follows an idle device
+        serving.add(PROMPTS[:1], GREEDY)
+        serving.finish()
+        seconds = controller.policy.seconds
+        assert len(seconds) > 3
+        assert seconds[0] == 0.0
+        assert [one > 0.0 for one in seconds[1:]] == [run_ahead > 0] * (len(seconds) - 1)
+        seconds.clear()
