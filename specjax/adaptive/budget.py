@@ -13,7 +13,7 @@ import numpy as np
 
 from specjax.adaptive.config import ConfigSource, load_adaptive_config, nearest
 from specjax.adaptive.controller import check_counts
-from specjax.adaptive.cost import CostTable, Seconds
+from specjax.adaptive.cost import MOST_RATIO, CostTable, Seconds
 from specjax.adaptive.survival import NO_RECORD, Counts, RoundRecord, SurvivalEstimator
 from specjax.types import NO_DRAFTS, DraftShape
 
@@ -97,6 +97,9 @@ class BudgetPolicy:
         # drafts of packed tiers are chosen by it
         packed = any(tier.packed for tier in self.tiers)
         self.survival = SurvivalEstimator(self.tiers[-1].depth) if packed else None
+        # accepted drafts of packed rounds, divided by expected ones: the drafts with the highest
+        # estimates are those that are most likely to be overestimated
+        self.packed_yield = 1.0
         self.debt = 0.0  # seconds lost by probes beyond the allowed share
         self.deficit = 0.0  # seconds lost to plain decoding; negative is a credit
         # tokens of requests in rounds with drafts, as expected before each round, and as accepted
@@ -142,6 +145,9 @@ class BudgetPolicy:
         if tier.steps and (expected := self._expected.get(tier)) is not None:
             self.expected_tokens += rows * expected
             self.realised_tokens += rows + total
+            if tier.packed and expected > 1.0:
+                found = self.packed_yield * total / (rows * (expected - 1.0))
+                self.packed_yield += (min(found, MOST_RATIO) - self.packed_yield) / WINDOW
         depth, proposed = tier.depth, record.num_proposed_drafts or [tier.depth] * rows
         limits = [min(count, depth) for count in proposed]
         self.estimates.observe(num_accepted_drafts, limits)
@@ -205,14 +211,29 @@ class BudgetPolicy:
         for tier, seconds in times.items():
             depth, _ = self._depths[tier]
             gain = tokens[depth] - 1.0
-            if self.survival is not None and tier.packed:
-                known, drafts = record.requests or [None], tier.packed - 1
-                if record.requests:
-                    drafts = bucket * tier.packed - round(len(known) / record.share)
-                gain *= self.survival.share(known, drafts, depth)
+            if depth and (tier.packed or self.chosen.packed):
+                gain = self._survivors(tier, bucket, record, None if self.chosen.packed else gain)
             rates[tier] = (1.0 + record.share * gain) / seconds
             self._expected[tier] = 1.0 + gain
         return rates
+
+    def _survivors(
+        self, tier: DraftShape, bucket: int, record: RoundRecord, unpacked: float | None
+    ) -> float:
+        """Expected accepted drafts per request, by the records of the requests.
+
+        ``unpacked`` is the known number if all drafts are verified. After packed rounds it is not
+        known, because they try late drafts only where those are likely to be accepted.
+        """
+        assert self.survival is not None
+        known, (depth, verified) = record.requests or [None], self._depths[tier]
+        drafts = len(known) * (verified - 1)
+        if tier.packed and record.requests:  # rows of requests without drafts, and of padding, too
+            drafts = bucket * verified - round(len(known) / record.share)
+        found = self.survival.survivors(known, drafts, depth)
+        if unpacked is not None:
+            found *= unpacked / self.survival.survivors(known, len(known) * depth, depth)
+        return found * (self.packed_yield if tier.packed else 1.0)
 
     def _is_deeper(self, tier: DraftShape) -> bool:
         # packed rounds may leave late drafts untried, so all rows may show more than some of them

@@ -17,7 +17,7 @@ MOST_ODDS = 6.0  # limit of log-odds; at 6, one draft in 400 is rejected
 LEAST_Q = 1.0 / (1.0 + exp(MOST_ODDS))
 FIRST_SLOPE, FIRST_INTERCEPT = 0.5, 0.85  # the intercept stands for an acceptance of 0.7
 RIDGE = 0.25  # weight of the first guess in the fit, like that of one draft
-KEPT_REQUESTS = 4096
+KEPT_REQUESTS, KEPT_BATCHES = 4096, 8
 # the host takes 0.1 ms per fit at 64 rows, and a round 1 to 5 ms
 ROUNDS_PER_FIT = 4
 BINS = 10
@@ -57,7 +57,8 @@ class SurvivalEstimator:
         self._offsets, self._information = np.zeros((2, KEPT_REQUESTS + 1))  # the last one stays 0
         self._batch: tuple[Sequence[Hashable], np.ndarray] = (), np.empty(0)  # and their indices
         self._rounds: list[tuple[Any, ...]] = []  # not fitted yet
-        self._shares: dict[tuple[Hashable, ...], np.ndarray] = {}  # of the last batch
+        # by depth and requests: survivors of the best 0, 1, 2, ... drafts
+        self._survivors: dict[tuple[Hashable, ...], np.ndarray] = {}
         # sums of predicted acceptance, of acceptance and of drafts, by predicted acceptance
         self._checks = np.zeros((3, BINS))
 
@@ -82,17 +83,19 @@ class SurvivalEstimator:
         logits = usual + self.intercepts + self.offsets(requests)[:, None]
         return np.cumprod(_sigmoid(logits), axis=1)
 
-    def share(self, requests: Sequence[Hashable], num_drafts: int, depth: int) -> float:
-        """Share of the accepted drafts that remains if only the best ``num_drafts`` are verified.
+    def survivors(self, requests: Sequence[Hashable], num_drafts: int, depth: int) -> float:
+        """Expected accepted drafts per request if only the best ``num_drafts`` are verified.
 
         Each request has ``depth`` drafts.
         """
         key = (depth, *requests)
-        if key not in self._shares:
+        if key not in self._survivors:
+            if len(self._survivors) == KEPT_BATCHES:
+                self._survivors.clear()
             best = np.sort(self.survival(requests)[:, :depth], axis=None)[::-1].cumsum()
-            self._shares = {key: np.append(0.0, best / best[-1])}
-        shares = self._shares[key]
-        return float(shares[min(num_drafts, len(shares) - 1)])
+            self._survivors[key] = np.append(0.0, best / len(requests))
+        expected = self._survivors[key]
+        return float(expected[min(num_drafts, len(expected) - 1)])
 
     def observe(
         self,
@@ -116,7 +119,7 @@ class SurvivalEstimator:
 
     def fit(self) -> None:
         """Learn from the recorded rounds, at least one; :meth:`observe` calls this."""
-        rounds, self._rounds, self._shares = self._rounds, [], {}
+        rounds, self._rounds, self._survivors = self._rounds, [], {}
         *columns, _ = zip(*rounds, strict=True)
         requests, hits, proposed = map(np.concatenate, columns)
         ends = list(accumulate(len(one[0]) for one in rounds))

@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 ROUND_SECONDS = "round_seconds"
 # round times are medians of stretches of this many dispatches: 3 s for six buckets (8B, H200)
-STRETCHES, DISPATCHES = 3, 2
+STRETCHES, DISPATCHES = 2, 3
 GREEDY = SamplingParams(temperature=0.0)
 
 
@@ -234,16 +234,19 @@ def measure_round_seconds(runner: ModelRunner) -> dict[tuple[DraftShape, int], l
     for stretch in range(1 + STRETCHES):
         for pair, context in points:
             slots, count = _place(runner, *pair, context)
-            for _ in range(count if stretch else 1):
+            # the first dispatch of a function loads it and captures its CUDA graph
+            count = count if stretch else 1
+            for number in range(count):
                 following = runner.round(slots, pair[0])
                 if last is not None:
                     last.read()
                     now = time.perf_counter()
-                    times[before].append(now - read)
+                    if before is not None:
+                        times[before].append(now - read)
                     read = now
-                before, last = (pair, context), following
-        if not stretch:  # the first dispatch of a function loads it and captures its CUDA graph
-            times = {point: [] for point in points}
+                # before the first dispatch of a stretch, placing the batch took the host 1 ms
+                is_counted = stretch and (number or count == 1)
+                before, last = (pair, context) if is_counted else None, following
     runner.reset_rows()
     for slot in range(1, config.num_slots):
         runner.clear_slot(slot)

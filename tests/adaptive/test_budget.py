@@ -217,7 +217,8 @@ def test_expected_tokens_are_those_before_the_round() -> None:
         tier, before = tiers[i % 4], policy.estimates.acceptance(policy.chosen.depth)
         known, share = ("a", "b"), 1.0
         if tier.packed:
-            share = policy.survival.share(known, 2, 3)
+            best, all_drafts = (policy.survival.survivors(known, n, 3) for n in (2, 6))
+            share = policy.packed_yield * best / all_drafts
         if tier.steps and i:  # before the first result, nothing was decided
             expected += 2 * (1 + share * (expected_tokens(before)[tier.depth] - 1))
             realised += 2 + sum(counts)
@@ -243,7 +244,8 @@ def test_requests_without_drafts_take_a_row_and_gain_nothing() -> None:
     ):
         share = len(known) / live
         record = RoundRecord((), 0.0, known, share)
-        kept = policy.survival.share(known, drafts, 3)
+        kept = policy.survival.survivors(known, drafts, 3)
+        kept /= policy.survival.survivors(known, 3 * len(known), 3)
         assert (kept < 1) == (drafts < 3 * len(known))
         rates = policy._rates(policy._times(policy.tiers, 8, 0.0), 8, record)
         assert rates == pytest.approx(

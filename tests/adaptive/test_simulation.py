@@ -179,3 +179,30 @@ def test_times_while_serving_replace_wrong_measurements() -> None:
         (found,) = simulate_batch(policy, batch, times, is_timed=is_timed)
         assert (found.rate > 0.97 * best) == is_timed
         assert (policy.chosen == DraftShape.chain(3)) == is_timed
+
+
+@pytest.mark.parametrize("first", [0, 7, "packed"])
+def test_packed_rounds_end_if_all_requests_are_alike(first: int | str) -> None:
+    """All drafts of all requests survive equally often, so packed rounds leave out good ones."""
+    packed = DraftShape.chain(7)._replace(packed=5)
+    times = {(DraftShape.chain(k), 64): ms for k, ms in {0: 7.2, 1: 8.2, 3: 11.0, 7: 17.5}.items()}
+    times = {pair: 1e-3 * ms for pair, ms in (times | {(packed, 64): 13.9}).items()}
+    batch = [[0.9] * 64]
+    best = max(simulate_batch(DraftShape.chain(k), batch, times)[0].rate for k in TIERS)
+    policy = BudgetPolicy(times, 7 if first == "packed" else first)
+    policy.chosen = packed if first == "packed" else policy.chosen
+    assert simulate_batch(policy, batch, times)[0].rate > 0.97 * best
+
+
+def test_expected_tokens_of_packed_rounds_are_realised() -> None:
+    """Requests differ, and few late drafts of the worse ones are tried."""
+    packed = DraftShape.chain(7)._replace(packed=5)
+    times = {(DraftShape.chain(k), 32): ms for k, ms in {0: 5.5, 1: 6.3, 3: 7.6, 7: 11.3}.items()}
+    times = {pair: 1e-3 * ms for pair, ms in (times | {(packed, 32): 9.7}).items()}
+    policy = BudgetPolicy(times, 7)
+    simulate_batch(policy, [[0.9, 0.3] * 16], times, seconds=1.0)
+    before = policy.expected_tokens, policy.realised_tokens
+    simulate_batch(policy, [[0.9, 0.3] * 16], times, seconds=3.0)
+    assert policy.chosen == packed
+    expected, realised = policy.expected_tokens - before[0], policy.realised_tokens - before[1]
+    assert expected == pytest.approx(realised, rel=0.02)

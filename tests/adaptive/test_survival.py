@@ -70,8 +70,8 @@ def test_survival_of_later_rounds_does_not_depend_on_the_drafters_scale(q):
     assert estimator.survival(range(32))[:16].mean(axis=0) == pytest.approx(expected[0], abs=0.15)
     assert estimator.survival(range(32))[16:].mean(axis=0) == pytest.approx(expected[-1], abs=0.15)
     best = np.sort(expected, axis=None)[::-1]
-    share = best[:96].sum() / best.sum()
-    assert estimator.share(range(32), 96, DEPTH) == pytest.approx(share, abs=0.03)
+    found = [estimator.survivors(range(32), count, DEPTH) for count in (96, 32 * DEPTH)]
+    assert found[0] / found[1] == pytest.approx(best[:96].sum() / best.sum(), abs=0.03)
 
 
 def test_positions_that_were_not_proposed_teach_nothing():
@@ -92,14 +92,12 @@ def test_a_draft_after_the_end_of_a_request_is_not_a_rejected_one():
     assert (estimator.intercepts[1:] == before[1:]).all()
 
 
-def test_share_of_a_budget():
+def test_survivors_of_a_budget():
     estimator = SurvivalEstimator(DEPTH)
     estimator.intercepts[:] = 0.0  # survival 1/2, 1/4, ...
     requests = range(2)
-    total = 2 * (0.5 + 0.25 + 0.125)
-    assert estimator.share(requests, 2, 3) == pytest.approx(1.0 / total)
-    assert estimator.share(requests, 3, 3) == pytest.approx(1.25 / total)
-    assert [estimator.share(requests, count, 3) for count in (0, 6, 9)] == [0.0, 1.0, 1.0]
+    for count, expected in {0: 0.0, 2: 0.5, 3: 0.625, 6: 0.875, 9: 0.875}.items():
+        assert estimator.survivors(requests, count, 3) == pytest.approx(expected)
 
 
 def test_records_of_old_requests_are_dropped():
