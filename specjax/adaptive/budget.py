@@ -32,6 +32,9 @@ LOSS_BUDGET, PLAIN_LOSS_BUDGET, MANY_ROWS = 0.02, 0.01, 8
 # One in this many failed probes may skip the next tier: deep drafts may pay off although the next
 # tier does not show it, for example if some rows of a batch accept everything.
 PROBES_A_TURN = 32
+# While drafts pay off and no probe runs, a decision takes in the rounds of this time. A decision
+# takes the host 0.1 ms, which matters if a round takes 1 ms, as those of a 135M model do.
+DECISION_SECONDS = 3e-3
 # Time lost compared with plain decoding, in plain rounds: the maximum before speculation stops, the
 # maximum to resume (less prolongs an unlucky start), and the maximum gain to offset later losses.
 MAX_DEFICIT, RESUME_DEFICIT, MAX_CREDIT = 10.0, 3.0, 40.0
@@ -44,8 +47,9 @@ class AcceptanceEstimates:
         self.tried = [1.0, *(0.0,) * num_positions][:num_positions]
         self.accepted = [FIRST_GUESS, *(0.0,) * num_positions][:num_positions]
 
-    def observe(self, num_accepted: Counts, num_proposed: Counts) -> None:
-        """Record one round: a row that accepts k drafts has tried k + 1, or all proposed ones."""
+    def observe(self, num_accepted: Counts, num_proposed: Counts, num_rounds: int = 1) -> None:
+        """Record rounds: a row that accepts k drafts has tried k + 1, or all proposed ones."""
+        usual = (1.0 - 1.0 / WINDOW) ** num_rounds
         # for few rows, lists are faster than numpy
         tries = [min(k + 1, n) for k, n in zip(num_accepted, num_proposed, strict=True)]
         for i in range(min(max(tries), len(self.tried))):
@@ -53,7 +57,7 @@ class AcceptanceEstimates:
             share = self.accepted[i] / self.tried[i] if self.tried[i] else 0.5
             spread = sqrt(tried * share * (1.0 - share) + 1.0)
             has_jumped = abs(accepted - tried * share) > JUMP * spread
-            keep = AFTER_JUMP if has_jumped else 1.0 - 1.0 / WINDOW
+            keep = AFTER_JUMP if has_jumped else usual
             self.tried[i] = keep * self.tried[i] + tried
             self.accepted[i] = keep * self.accepted[i] + accepted
 
@@ -108,6 +112,12 @@ class BudgetPolicy:
         self._known_candidates: dict[int, tuple[DraftShape, ...]] = {}  # by batch size
         self._depths = {tier: (tier.depth, tier.verified) for tier, _ in seconds}
         self._bucket: int | None = None  # batch bucket of the last decision
+        # since the last decision: accepted and proposed drafts by row, the number of rounds, and
+        # their tier, their batch size and the record of the last one
+        self._accepted: list[int] = []
+        self._proposed: list[int] = []
+        self._rounds = 0
+        self._source: tuple[DraftShape, int, RoundRecord] | None = None
         self._vain_probes = 0  # failed probes since the tier last changed
 
     @property
@@ -139,29 +149,45 @@ class BudgetPolicy:
         if (tier, bucket) not in self.table.pairs:
             raise ValueError(f"{tier=} has no round time at {batch_size=}")
         before = self.tier_for_batch(batch_size, record)
+        if self._source is not None and self._source[:2] != (tier, batch_size):
+            self._decide(*self._source)
+        rows, depth = len(num_accepted_drafts), tier.depth
+        limits = [min(n, depth) for n in record.num_proposed_drafts] or [depth] * rows
+        # no packed tier runs with one request, and a fit takes as long as all the rest
+        if self.survival is not None and record.requests and tier.steps and bucket > 1:
+            counts = np.array(num_accepted_drafts), np.array(limits)
+            self.survival.observe(record.requests, *counts, record.confidences)
+        self._accepted += num_accepted_drafts
+        self._proposed += limits
+        self._rounds += 1
+        self._source = tier, batch_size, record
+        is_settled = tier == self.chosen and tier.steps and self.probe is None
+        seconds = self._rounds * self.table.seconds(tier, bucket)
+        if self.deficit > 0.0 or not is_settled or seconds >= DECISION_SECONDS:
+            self._decide(*self._source)
+        return self.tier_for_batch(batch_size, record) != before
+
+    def _decide(self, tier: DraftShape, batch_size: int, record: RoundRecord) -> None:
+        """Learn from the rounds since the last decision, all in one tier, and choose the next."""
+        accepted, proposed, rounds = self._accepted, self._proposed, self._rounds
+        self._accepted, self._proposed, self._rounds, self._source = [], [], 0, None
+        bucket, rows, total = self.table.bucket_of(batch_size), len(accepted), sum(accepted)
         if record.seconds > 0.0:
             self.table.observe(tier, bucket, record.context, record.seconds)
-        rows, total = len(num_accepted_drafts), sum(num_accepted_drafts)
         if tier.steps and (expected := self._expected.get(tier)) is not None:
             self.expected_tokens += rows * expected
             self.realised_tokens += rows + total
             if tier.packed and expected > 1.0:
                 found = self.packed_yield * total / (rows * (expected - 1.0))
                 self.packed_yield += (min(found, MOST_RATIO) - self.packed_yield) / WINDOW
-        depth, proposed = tier.depth, record.num_proposed_drafts or [tier.depth] * rows
-        limits = [min(count, depth) for count in proposed]
-        self.estimates.observe(num_accepted_drafts, limits)
-        # no packed tier runs with one request, and a fit takes as long as all the rest
-        if self.survival is not None and record.requests and tier.steps and bucket > 1:
-            counts = np.array(num_accepted_drafts), np.array(limits)
-            self.survival.observe(record.requests, *counts, record.confidences)
+        self.estimates.observe(accepted, proposed, rounds)
         candidates = self._candidates(batch_size)
         times = self._times({*candidates, tier}, bucket, record.context)
         seconds = times[tier]
         rated = {one: times[one] for one in candidates}
         rates = self._rates(rated, bucket, record)
         tokens = 1.0 + record.share * total / rows
-        self._account(rates, times, tokens, tier, rows)
+        self._account(rates, times, tokens, tier, rows, rounds)
         best = self._best(rates, times)
         if best != self.chosen:
             self.chosen, self.probe, self._vain_probes = best, None, 0
@@ -173,7 +199,6 @@ class BudgetPolicy:
             self.probe = None
             self._vain_probes += 1
         self._bucket = bucket
-        return self.tier_for_batch(batch_size, record) != before
 
     def calibration(self, requests: Sequence[Hashable]) -> tuple[Any, Any, Any]:
         """Slope, intercepts by depth and offsets by request, of the survival of drafts."""
@@ -240,19 +265,25 @@ class BudgetPolicy:
         return self._depths[tier] > self._depths[self.chosen]
 
     def _account(
-        self, rates: Rates, times: Times, tokens: float, tier: DraftShape, rows: int
+        self,
+        rates: Rates,
+        times: Times,
+        tokens: float,
+        tier: DraftShape,
+        rows: int,
+        rounds: int,
     ) -> None:
         """Update ``debt`` with the time a probe lost, ``deficit`` with what speculation lost."""
         seconds = times[tier]
-        is_rare = not self.chosen.steps or self.chosen.packed or rows >= MANY_ROWS
+        is_rare = not self.chosen.steps or self.chosen.packed or rows >= MANY_ROWS * rounds
         budget = PLAIN_LOSS_BUDGET if is_rare else LOSS_BUDGET
         is_probe = self._is_deeper(tier) and self.chosen in rates
         lost = seconds - tokens / rates[self.chosen] if is_probe else -budget * seconds
-        self.debt = max(0.0, self.debt + lost)
+        self.debt = max(0.0, self.debt + rounds * lost)
         if NO_DRAFTS in rates:
             plain = times[NO_DRAFTS]
             lost = seconds - tokens * plain if tier.steps else -PLAIN_LOSS_BUDGET * plain
-            self.deficit = max(-MAX_CREDIT * plain, self.deficit + lost)
+            self.deficit = max(-MAX_CREDIT * plain, self.deficit + rounds * lost)
 
     def _best(self, rates: Rates, times: Times) -> DraftShape:
         if NO_DRAFTS in rates:

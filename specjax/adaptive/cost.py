@@ -13,6 +13,7 @@ CONTEXTS = (512, 4096)
 # limit lowers the clock, which slows down rounds of many rows. A tier's ratio of the two follows
 # the last rounds in this tier, and slowly also those in other tiers of the same bucket.
 OWN_ROUNDS, OTHER_ROUNDS, MOST_RATIO = 8.0, 256.0, 2.0
+MOST_CHANGE = 1.25  # a single round that took longer or shorter counts as this much
 Seconds = Mapping[tuple[DraftShape, int], float | list[float]]
 
 
@@ -76,7 +77,8 @@ class CostTable:
     def observe(self, tier: DraftShape, bucket: int, context: float, seconds: float) -> None:
         """Correct the table by the time of a round while serving."""
         ratios = self._ratios[bucket]
-        found = ratios[tier] * seconds / self.seconds(tier, bucket, context)
+        change = seconds / self.seconds(tier, bucket, context)
+        found = ratios[tier] * min(max(change, 1.0 / MOST_CHANGE), MOST_CHANGE)
         found = min(max(found, 1.0 / MOST_RATIO), MOST_RATIO)
         own = ratios[tier] + (found - ratios[tier]) / OWN_ROUNDS
         for other, ratio in ratios.items():

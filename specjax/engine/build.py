@@ -244,8 +244,9 @@ def measure_round_seconds(runner: ModelRunner) -> dict[tuple[DraftShape, int], l
                     if before is not None:
                         times[before].append(now - read)
                     read = now
-                # before the first dispatch of a stretch, placing the batch took the host 1 ms
-                is_counted = stretch and (number or count == 1)
+                # the last result of a stretch is read after the next batch is placed, which may
+                # take the host longer than a round
+                is_counted = stretch and (number < count - 1 or count == 1)
                 before, last = (pair, context) if is_counted else None, following
     runner.reset_rows()
     for slot in range(1, config.num_slots):
