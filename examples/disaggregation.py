@@ -13,24 +13,20 @@ from contextlib import suppress
 
 from specjax import Engine
 
-SIZES = {"context_length": 256, "max_running_requests": 1, "chunked_prefill_size": 64}
-DRAFT = {"speculative_algorithm": "EAGLE3", "speculative_num_steps": 2}
+OPTIONS = {"context_length": 256, "max_running_requests": 1, "chunked_prefill_size": 64}
+OPTIONS |= {"speculative_algorithm": "EAGLE3", "speculative_num_steps": 2}
 PARAMS = {"max_new_tokens": 32, "temperature": 0.0}
 
 
 def prefill(address: str) -> None:
-    with Engine(
-        disaggregation_mode="prefill", disaggregation_address=address, **SIZES, **DRAFT
-    ) as engine:
+    with Engine(disaggregation_mode="prefill", disaggregation_address=address, **OPTIONS) as engine:
         print(f"computes prompts at {engine.disaggregation_address}; Ctrl-C ends it", flush=True)
         with suppress(KeyboardInterrupt):
             threading.Event().wait()
 
 
 def decode(address: str, prompt: str) -> None:
-    with Engine(
-        disaggregation_mode="decode", disaggregation_address=address, **SIZES, **DRAFT
-    ) as engine:
+    with Engine(disaggregation_mode="decode", disaggregation_address=address, **OPTIONS) as engine:
         engine.wait_for_peer(1.0)
         out = engine.generate(prompt, PARAMS)
         meta, [state] = out["meta_info"], engine.get_server_info()["internal_states"]
@@ -47,10 +43,7 @@ def main() -> None:
     parser.add_argument("prompt", nargs="?", default="The sky is blue because")
     parser.add_argument("--address", default="127.0.0.1:8998", help="host:port of the prefill side")
     args = parser.parse_args()
-    if args.side == "prefill":
-        prefill(args.address)
-    else:
-        decode(args.address, args.prompt)
+    prefill(args.address) if args.side == "prefill" else decode(args.address, args.prompt)
 
 
 if __name__ == "__main__":

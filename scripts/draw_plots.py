@@ -18,7 +18,7 @@ INKS = {
 LINES = {"1 draft": "s:", "3 drafts": "D--", "7 drafts": "^-.", "budget policy": "o-"}
 PARTS = ("text.color", "axes.labelcolor", "xtick.color", "ytick.color", "axes.edgecolor")
 # keep text as text, so that values can be read from the file
-STYLE = {"svg.fonttype": "none", "svg.hashsalt": "specjax", "font.family": "sans-serif"}
+STYLE = {"svg.fonttype": "none", "svg.hashsalt": "specjax", "legend.frameon": False}
 
 
 def draw_rounds(rows: list[dict[str, str]], colours: dict[str, str]) -> Any:
@@ -34,11 +34,9 @@ def draw_rounds(rows: list[dict[str, str]], colours: dict[str, str]) -> Any:
             axes.bar_label(bars, [row[batch] for row in mine], fontsize=6, padding=1.5)
         drafts = [int(row["drafts"]) for row in mine]
         names = ["plain", *(f"{n} draft{'s' * (n > 1)}" for n in drafts[1:])]
-        axes.set_xticks(range(len(names)), names, fontsize=8)
+        axes.set_xticks(range(len(names)), names)
         axes.set_title(f"batch of {batch}", fontsize=9)
     panels[0].set_ylabel("ms per round (lower is better)", fontsize=8)
-    labels = panels[0].get_legend_handles_labels()
-    figure.legend(*labels, loc="outside upper center", ncols=3, frameon=False, fontsize=9)
     return figure
 
 
@@ -51,15 +49,14 @@ def draw_acceptance(rows: list[dict[str, str]], colours: dict[str, str]) -> Any:
     names = [row["prompts"].replace(" ", "\n", 1) + f"\nn = {row['requests']}" for row in rows]
     axes.set_xticks(range(len(rows)), names)
     axes.axhline(1.0, color="gray", linewidth=0.8, linestyle="--")
-    axes.tick_params("x", labelsize=8)
     axes.set_ylabel("accept length (plain decoding: 1)", fontsize=8)
     return figure
 
 
 def draw_load(rows: list[dict[str, str]], colours: dict[str, str]) -> Any:
     """Draw a panel per acceptance, with a line per number of drafts and one for the policy."""
-    rates = sorted({row["acceptance"] for row in rows})
     figure, panels = plt.subplots(1, 4, figsize=(9.6, 2.8), layout="constrained")
+    rates = sorted({row["acceptance"] for row in rows})
     for rate, axes in zip(rates, panels, strict=True):
         mine = [row for row in rows if row["acceptance"] == rate]
         for name, style in LINES.items():
@@ -69,54 +66,43 @@ def draw_load(rows: list[dict[str, str]], colours: dict[str, str]) -> Any:
         axes.axhline(1.0, color="gray", linewidth=0.8, linestyle="--")
         axes.set_xticks(range(len(mine)), [row["batch"] for row in mine])
         axes.set_title(f"acceptance {rate}", fontsize=9)
-        axes.tick_params(labelsize=8)
     panels[0].set_ylabel("tokens/s (plain decoding: 1)", fontsize=8)
     figure.supxlabel("requests per batch", fontsize=8)
-    labels = panels[0].get_legend_handles_labels()
-    figure.legend(*labels, loc="outside upper center", ncols=4, frameon=False, fontsize=9)
     return figure
 
 
 def draw_rows(rows: list[dict[str, str]], colours: dict[str, str]) -> Any:
     """Draw the verified rows per request over time, with a line per acceptance."""
     figure, axes = plt.subplots(figsize=(9.6, 2.4), layout="constrained")
-    for rate, ink, style in (
-        ("0.9", "specjax", "-"),
-        ("0.3", "vLLM", "-"),
-        ("0.05", "SGLang", "--"),
-    ):
-        at = {
-            float(row["seconds"]): float(row["rows"]) for row in rows if row["acceptance"] == rate
-        }
-        times = [i / 10 for i in range(round(10 * max(at)) + 1)]
-        values = [at.get(time, float("nan")) for time in times]
-        axes.plot(times, values, style, color=colours[ink], label=f"acceptance {rate}")
+    times = [float(row["seconds"]) for row in rows]
+    for rate, engine in zip(("0.9", "0.3", "0.05"), colours, strict=True):
+        values = [float(row[rate] or "nan") for row in rows]
+        axes.plot(times, values, color=colours[engine], label=f"acceptance {rate}")
     axes.set_xlabel("seconds", fontsize=8)
     axes.set_ylabel("verified rows per request", fontsize=8)
     axes.set_ylim(0, 8.5)
-    figure.legend(loc="outside upper center", ncols=3, frameon=False, fontsize=9)
     return figure
 
 
-DRAWINGS = {
-    "rounds": draw_rounds,
-    "acceptance": draw_acceptance,
-    "load": draw_load,
-    "rows": draw_rows,
-}
+DRAWINGS = (draw_rounds, draw_acceptance, draw_load, draw_rows)
 
 
 def main() -> None:
-    for name, draw in DRAWINGS.items():
+    for draw in DRAWINGS:
+        name = draw.__name__.removeprefix("draw_")
         with (DOCS / f"{name}.csv").open(newline="", encoding="utf-8") as file:
             rows = list(csv.DictReader(file))
         for theme, (ink, colours) in INKS.items():
             with plt.rc_context(STYLE | dict.fromkeys(PARTS, ink)):
                 figure = draw(rows, colours)
                 for axes in figure.axes:
+                    axes.tick_params(labelsize=8)
                     if axes.containers:  # bars have their values as text
                         axes.set_yticks([])
                     axes.spines[["top", "left", "right"]].set_visible(False)
+                labels = figure.axes[0].get_legend_handles_labels()
+                if any(labels):
+                    figure.legend(*labels, loc="outside upper center", ncols=4, fontsize=9)
                 path = DOCS / f"{name}-{theme}.svg"
                 figure.savefig(path, transparent=True, metadata={"Date": None})
                 plt.close(figure)

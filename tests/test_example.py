@@ -129,7 +129,7 @@ def test_plugin_is_installed_named_and_recompiled_after_an_edit(
         ("quickstart", "", "equal to plain decoding: True"),
         ("streaming_chat", "Hi!\n/new\nHello\n", "accept length"),
         ("log_probabilities", "", "'The capital of France is': "),
-        ("adaptive_server", "", '"policy": "budget"'),
+        ("adaptive_decoding", "", '"policy": "budget"'),
         ("weight_updates", "", "the first weights give the first text: True"),
     ],
 )

@@ -17,8 +17,7 @@ from specjax.adaptive.cost import MOST_RATIO, CostTable, Seconds
 from specjax.adaptive.survival import NO_RECORD, Counts, RoundRecord, SurvivalEstimator
 from specjax.types import NO_DRAFTS, DraftShape
 
-Rates = Mapping[DraftShape, float]
-Times = Mapping[DraftShape, float]
+ByTier = Mapping[DraftShape, float]
 
 WINDOW = 16.0  # number of rounds over which the weight of old counts falls to 1/e
 # A round this many standard deviations from the estimate shows that acceptance has changed. Old
@@ -183,9 +182,7 @@ class BudgetPolicy:
         self.estimates.observe(accepted, proposed, rounds)
         candidates = self._candidates(batch_size)
         times = self._times({*candidates, tier}, bucket, record.context)
-        seconds = times[tier]
-        rated = {one: times[one] for one in candidates}
-        rates = self._rates(rated, bucket, record)
+        rates = self._rates({one: times[one] for one in candidates}, bucket, record)
         tokens = 1.0 + record.share * total / rows
         self._account(rates, times, tokens, tier, rows, rounds)
         best = self._best(rates, times)
@@ -194,7 +191,7 @@ class BudgetPolicy:
         elif self.probe is None:
             self.probe = self._next_probe(rates, times, record.share)
         elif self.probe not in rates or (
-            tier == self.probe and tokens / seconds <= (1.0 + HYSTERESIS) * rates[best]
+            tier == self.probe and tokens / times[tier] <= (1.0 + HYSTERESIS) * rates[best]
         ):
             self.probe = None
             self._vain_probes += 1
@@ -226,10 +223,10 @@ class BudgetPolicy:
             self._known_candidates[batch_size] = found
         return self._known_candidates[batch_size]
 
-    def _times(self, tiers: Iterable[DraftShape], bucket: int, context: float) -> Times:
+    def _times(self, tiers: Iterable[DraftShape], bucket: int, context: float) -> ByTier:
         return {tier: self.table.seconds(tier, bucket, context) for tier in tiers}
 
-    def _rates(self, times: Times, bucket: int, record: RoundRecord) -> Rates:
+    def _rates(self, times: ByTier, bucket: int, record: RoundRecord) -> ByTier:
         """Expected tokens per second of each tier, on average over all live requests."""
         tokens = expected_tokens(self.estimates.acceptance(self.chosen.depth))
         rates, self._expected = {}, {}
@@ -265,13 +262,7 @@ class BudgetPolicy:
         return self._depths[tier] > self._depths[self.chosen]
 
     def _account(
-        self,
-        rates: Rates,
-        times: Times,
-        tokens: float,
-        tier: DraftShape,
-        rows: int,
-        rounds: int,
+        self, rates: ByTier, times: ByTier, tokens: float, tier: DraftShape, rows: int, rounds: int
     ) -> None:
         """Update ``debt`` with the time a probe lost, ``deficit`` with what speculation lost."""
         seconds = times[tier]
@@ -285,7 +276,7 @@ class BudgetPolicy:
             lost = seconds - tokens * plain if tier.steps else -PLAIN_LOSS_BUDGET * plain
             self.deficit = max(-MAX_CREDIT * plain, self.deficit + rounds * lost)
 
-    def _best(self, rates: Rates, times: Times) -> DraftShape:
+    def _best(self, rates: ByTier, times: ByTier) -> DraftShape:
         if NO_DRAFTS in rates:
             limit = MAX_DEFICIT if self.chosen.steps else RESUME_DEFICIT
             if self.deficit > limit * times[NO_DRAFTS]:
@@ -295,7 +286,7 @@ class BudgetPolicy:
         is_enough = rates[best] > (1.0 + HYSTERESIS) * current or current < plain
         return best if is_enough else self.chosen
 
-    def _next_probe(self, rates: Rates, times: Times, share: float) -> DraftShape | None:
+    def _next_probe(self, rates: ByTier, times: ByTier, share: float) -> DraftShape | None:
         limit = RESUME_DEFICIT * times.get(NO_DRAFTS, 0.0)
         if self.debt > 0.0 or (not self.chosen.steps and self.deficit > limit):
             return None
