@@ -20,8 +20,11 @@ from jax.experimental.pallas import triton
 from jaxlib.triton import dialect
 
 # "xla": plain jax.numpy, the reference; "chunked": as "xla", but attention loops over the context;
-# "pallas": one GPU launch; "interpret": the Pallas kernel in the interpreter, on any platform
-IMPLEMENTATIONS = ("xla", "chunked", "pallas", "interpret")
+# "pallas": one GPU launch; "interpret": the Pallas kernel in the interpreter, on any platform.
+# "invariant" and "invariant-interpret": as these two, but a row of a product, of attention or of a
+# norm has the same bits in any batch (kernels/invariant_*.py)
+INVARIANT = {"invariant": "pallas", "invariant-interpret": "interpret"}
+IMPLEMENTATIONS = ("xla", "chunked", "pallas", "interpret", *INVARIANT)
 
 # MLIR's bindings import the module of a dialect by this name whenever they return one of its types.
 # jaxlib has the module under another name, so each import fails after searching the whole path.
@@ -49,7 +52,9 @@ def resolve(
             implementation = "pallas" if head_dim is None or takes_head_dim(head_dim) else "xla"
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"{implementation=} must be one of {list(IMPLEMENTATIONS)}")
-    return "xla" if implementation == "chunked" and not is_attention else implementation
+    if implementation == "chunked" and not is_attention:
+        return "xla"
+    return INVARIANT.get(implementation, implementation)
 
 
 def takes_head_dim(head_dim: int) -> bool:

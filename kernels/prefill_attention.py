@@ -76,7 +76,7 @@ class PrefillTiles:
 
 
 @partial(jax.jit, static_argnums=(2, 3))
-def _tile_map(starts: Array, counts: Array, rows: int, tile_tokens: int) -> Array:
+def tile_map(starts: Array, counts: Array, rows: int, tile_tokens: int) -> Array:
     """Work of each program, i32 ``[tiles, 4]``: segment, first row, number of tokens and of keys.
 
     The last token sees all the keys. The segment is -1 for unused programs. Padding rows are tiles
@@ -216,10 +216,10 @@ def prefill_attention(
             f"and at most {tiles.block_rows} query heads per KV head (got {group}); use "
             "implementation='xla'"
         )
-    tile_map = _tile_map(starts, counts, rows, tiles.block_rows // group)
+    work = tile_map(starts, counts, rows, tiles.block_rows // group)
     return triton_call(
         partial(specjax_prefill_attention, tiles=tiles, page_size=page_size, scale=dim**-0.5),
-        grid=(pool.shape[3], tile_map.shape[0]),
+        grid=(pool.shape[3], work.shape[0]),
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
@@ -227,7 +227,7 @@ def prefill_attention(
     )(
         # an operand, so that all layers of a model share one compiled kernel
         jnp.full((1,), layer, jnp.int32),
-        tile_map,
+        work,
         page_table,
         q,
         pool,

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
 from specjax.kernels.add_norm import rms_norm, whole
-from specjax.kernels.backend import power_of_two, resolve, triton_call
+from specjax.kernels.backend import INVARIANT, power_of_two, resolve, triton_call
 
 # enough to give each of 132 multiprocessors several programs
 ENOUGH_PROGRAMS = 1024
@@ -128,10 +128,13 @@ def rope_store(
         slots: i32 ``[B, T]``; if slots are equal (padding page), one of their tokens is kept.
         norms: scales ``[H]`` of the RMS norms of each query and each key head, in the pool's dtype,
             and their epsilon; ``None`` skips them. The mean square is computed in float32.
+        implementation: ``"invariant"`` has a program per token, so that the order of summation in
+            a norm does not depend on the number of tokens.
 
     Returns:
         The rotated queries and the pool.
     """
+    is_invariant = implementation in INVARIANT
     implementation = resolve(implementation, head_dim=q.shape[-1])
     tables = (*q.shape[-4:-2], 1, q.shape[-1] // 2)
     if (
@@ -157,6 +160,7 @@ def rope_store(
     qkv = qkv.reshape(-1, tokens, columns, dim)
     scales, eps = (norms[:2], norms[2]) if norms else ((), None)
     block = min(MAX_TOKENS, power_of_two(pl.cdiv(tokens * columns, ENOUGH_PROGRAMS)))
+    block = 1 if is_invariant and norms else block
     rotated, pool = triton_call(
         partial(specjax_rope_store, block=block, eps=eps),
         grid=(pl.cdiv(tokens, block), columns),

@@ -9,7 +9,7 @@ from importlib.metadata import version
 from typing import Any
 
 from specjax import logs
-from specjax.cli import commands, generate, inspect
+from specjax.cli import audit, commands, generate, inspect
 from specjax.cli.options import engine_arguments
 from specjax.engine import Engine
 
@@ -31,6 +31,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands.add_warmup_parser(parsers)
     commands.add_bench_parser(parsers)
     inspect.add_inspect_parser(parsers)
+    audit.add_audit_parser(parsers)
     commands.add_env_parser(parsers)
     return parser
 
@@ -46,9 +47,11 @@ def main(argv: Sequence[str] | None = None, *, make_engine: Callable[..., Any] =
     """Run the command in ``argv`` (``None``: ``sys.argv``) with engines from ``make_engine``.
 
     Returns:
-        0 for success; 1 if float32 texts with and without speculation differ, a warm-up could not
-        write the cache, requests of a benchmark failed, or an inspected draft does not fit; 2 for
-        bad input; 130 after an interrupt; 141 if the reader of standard output closed it.
+        0 for success; 1 if texts with and without speculation differ and must not (in float32, or
+        deterministic), a warm-up could not write the cache, requests of a benchmark failed, an
+        inspected draft does not fit, or answers in an audit differ; 2 for bad input, or if an audit
+        could not test plain decoding; 130 after an interrupt; 141 if the reader of standard output
+        closed it.
     """
     if sys.stderr is None:  # print would use standard output instead
         sys.stderr = io.StringIO()

@@ -210,6 +210,7 @@ class KVTransfer:
             "algorithm": config.algorithm.name,
             "lookahead": config.algorithm.lookahead,
             "processed_logprobs": config.processed_logprobs,
+            "enable_deterministic_inference": config.deterministic,
             "kv": kv,
         }
         rows = [[list(row.shape), str(row.dtype)] for row in self._rows]

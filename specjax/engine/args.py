@@ -161,8 +161,12 @@ class EngineArgs:
             only and makes random weights on the device, to measure speed.
         rounds_per_dispatch: rounds per call on the device. More than 1 pays off if a round takes
             less time than its dispatch, but streaming becomes coarser.
+        enable_deterministic_inference: the tokens and log-probabilities of a request depend only on
+            its own prompt, parameters and seed, in bfloat16 too: not on drafts, other requests, the
+            prefix cache or chunks of the prompt. Needs a GPU. See docs/deterministic.md.
         skip_tokenizer_init: load no tokenizer; requests must then give ``input_ids``.
-        seed: random seed for requests without ``sampling_seed``.
+        seed: random seed for requests without ``sampling_seed``; with
+            ``enable_deterministic_inference`` these have the seed 42.
         compile_cache_dir: folder for compiled functions; ``"auto"`` is the user's cache folder,
             ``None`` keeps JAX's own setting.
         show_progress: print sizes and a progress bar to standard error. Default: on a terminal.
@@ -216,6 +220,7 @@ class EngineArgs:
     logprobs_mode: str = "raw"
     load_format: str = "auto"
     rounds_per_dispatch: Positive = 1
+    enable_deterministic_inference: bool = False
     skip_tokenizer_init: bool = False
     seed: Natural = 0
     compile_cache_dir: str | PathLike[str] | None = "auto"
@@ -271,6 +276,12 @@ class EngineArgs:
 
     def _check_acceptance(self) -> None:
         how, topk = self.acceptance, self.shapes[-1].topk
+        if self.enable_deterministic_inference and not how.is_coupled:
+            raise ValueError(
+                "enable_deterministic_inference=True needs both speculative_accept_threshold "
+                "options at 1 and speculative_use_rejection_sampling=False, else texts depend on "
+                "drafts"
+            )
         if not how.uses_rejection:
             return
         knob = "speculative_use_rejection_sampling=True"

@@ -11,8 +11,10 @@ from typing import Any
 from specjax.adaptive import AdaptiveController
 from specjax.checkpoints import TargetCheckpoint, open_target
 from specjax.checkpoints.tensors import Checkpoint
+from specjax.config import ModelConfig
 from specjax.disaggregation.decode import TRANSIT_TOKENS
 from specjax.engine.args import EngineArgs
+from specjax.kernels.backend import takes_head_dim
 from specjax.kv.budget import KVWrites
 from specjax.kv.pages import ATTENTION_OPTIONS
 from specjax.metrics import METRICS, Totals
@@ -110,6 +112,24 @@ def packed_tiers(
     return (deepest._replace(packed=5 * deepest.nodes // 8),)
 
 
+def check_deterministic(config: ModelConfig, placement: Placement) -> None:
+    """Raise ValueError if ``enable_deterministic_inference`` does not cover a model or device."""
+    reason = ""
+    if placement.on_cpu:
+        reason = "needs a GPU"
+    elif config.dtype != "bfloat16":
+        reason = f"needs dtype='bfloat16'; the model has {config.dtype}"
+    elif not takes_head_dim(config.head_dim):
+        reason = f"needs a head dim that is a power of two from 16 to 256, not {config.head_dim}"
+    elif config.hidden_size % 16 or config.intermediate_size % 16:
+        reason = (
+            f"needs multiples of 16 as hidden_size={config.hidden_size} and "
+            f"intermediate_size={config.intermediate_size}"
+        )
+    if reason:
+        raise ValueError(f"enable_deterministic_inference=True {reason}")
+
+
 def plan_engine(args: EngineArgs) -> EnginePlan:
     """Open the checkpoints and decide all sizes. On a device, equal arguments give an equal plan.
 
@@ -125,9 +145,12 @@ def plan_engine(args: EngineArgs) -> EnginePlan:
     shapes = args.algorithm.fit_shapes(args, drafts[0].config if drafts else None)
     args.check_simulation(shapes)
     context_length = target.config.context_length(args.context_length)
+    if args.enable_deterministic_inference:
+        check_deterministic(target.config, placement)
     networks = args.algorithm.networks(
         target.config.within(context_length),
         drafts[0].config if drafts else None,
+        deterministic=args.enable_deterministic_inference,
         placement=placement,
     )
     for model in networks.models:
@@ -161,6 +184,7 @@ def plan_engine(args: EngineArgs) -> EnginePlan:
         simulates_acceptance=args.simulate_acceptance is not None,
         acceptance=args.acceptance,
         reads_confidence=any(shape.packed for shape in shapes),
+        deterministic=args.enable_deterministic_inference,
     )
     memory = sizing.device_memory(placement.device) // MEMORY_GRANULE * MEMORY_GRANULE
     transit_tokens = TRANSIT_TOKENS if args.disaggregation_mode == "decode" else 0

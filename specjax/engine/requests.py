@@ -23,6 +23,8 @@ Params = SamplingParams | Mapping[str, Any] | None
 MAX_SAMPLES = 128
 # 2**64 divided by the golden ratio; its multiples spread over all seeds, far from the caller's
 SEED_STRIDE = 0x9E3779B97F4A7C15
+# seed of requests without one if the engine is deterministic, as in SGLang
+DEFAULT_SEED = 42
 
 
 def sample_seed(seed: int, index: int) -> int:
@@ -203,11 +205,13 @@ class RequestFactory:
         _check_vocabulary("stop_token_ids", sorted(ends), config.vocab_size)
         if not params.ignore_eos:
             ends |= set(config.eos_token_ids)
-        if params.sampling_seed is None:
+        is_deterministic = self._plan.config.deterministic
+        if params.sampling_seed is None and not is_deterministic:
             with self._rng_lock:
                 seed = int(self._rng.integers(2**63))
         else:
-            seed = sample_seed(params.sampling_seed, sample)
+            given_seed = params.sampling_seed
+            seed = sample_seed(DEFAULT_SEED if given_seed is None else given_seed, sample)
         # the prompt must fit; the completion is truncated
         left = min(self._plan.context_length, self._scheduler.max_tokens) - len(arguments.input_ids)
         decoder = None
@@ -222,6 +226,7 @@ class RequestFactory:
             decoder=decoder,
             spec_width=self._plan.config.kv_writes.accept_width - 1,
             spec_simulated=self._plan.config.simulate_accept_length,
+            is_deterministic=is_deterministic,
         )
         self._scheduler.check(request)
         return request

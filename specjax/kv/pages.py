@@ -9,6 +9,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from specjax.kernels.backend import INVARIANT
+from specjax.kernels.invariant_attention import (
+    invariant_prefill_attention,
+    invariant_tree_attention,
+)
 from specjax.kernels.kv_rows import move_kv
 from specjax.kernels.prefill_attention import prefill_attention, running_sums
 from specjax.kernels.rope_store import rope_store
@@ -17,6 +22,10 @@ from specjax.models.layers import RopeTables, Store
 
 # options of an ``Attend`` that both kinds of attention here support; ``attend`` also has ``window``
 ATTENTION_OPTIONS: tuple[str, ...] = ()
+INVARIANT_FORMS: dict[Callable[..., Array], Callable[..., Array]] = {
+    tree_attention: invariant_tree_attention,
+    prefill_attention: invariant_prefill_attention,
+}
 
 
 @jax.tree_util.register_dataclass
@@ -94,6 +103,8 @@ class PageView:
     def _over_pages(
         self, attention: Callable[..., Array], **segments: Array | None
     ) -> Callable[..., Array]:
+        if self.implementation in INVARIANT:
+            attention = INVARIANT_FORMS[attention]
         return partial(
             attention,
             page_table=self.page_table,

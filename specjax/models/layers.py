@@ -19,9 +19,17 @@ from jax import Array
 
 from specjax.config import Dtypes, Rope, TransformerConfig
 from specjax.kernels.add_norm import add_norm, rms_norm, whole
-from specjax.kernels.backend import resolve
+from specjax.kernels.backend import INVARIANT, resolve
+from specjax.kernels.invariant_dot import ordered_sum
 from specjax.kernels.rope_store import Norms, normed, rotate
-from specjax.models.weights import dot, dot_transposed, partial_dot, take_outputs, zero_kernel
+from specjax.models.weights import (
+    dot,
+    dot_transposed,
+    invariant_sums,
+    partial_dot,
+    take_outputs,
+    zero_kernel,
+)
 
 
 class RopeTables(NamedTuple):
@@ -95,7 +103,16 @@ def pick_row(x: Array, row: Array | None) -> Array:
 class Linear(nnx.Module):
     """Affine map: a ``kernel``, plain ``[in, out]`` or quantised, and an optional ``bias``."""
 
-    def __init__(self, in_size: int, out_size: int, *, bias: bool, dtypes: Dtypes) -> None:
+    def __init__(
+        self,
+        in_size: int,
+        out_size: int,
+        *,
+        bias: bool,
+        dtypes: Dtypes,
+        implementation: str | None = None,
+    ) -> None:
+        self.implementation = implementation
         kernel = zero_kernel(in_size, out_size, dtypes.weights)
         self.kernel = nnx.Param(kernel, stddev=in_size**-0.5)
         self.bias = nnx.Param(jnp.zeros((out_size,), dtypes.activations)) if bias else None
@@ -104,13 +121,21 @@ class Linear(nnx.Module):
         self, x: Array, out_dtype: jnp.dtype | None = None, outputs: slice = slice(None)
     ) -> Array:
         """Map ``[..., in]`` to selected outputs ``[..., out]``, by default in the dtype of x."""
-        out = dot(x, take_outputs(self.kernel[...], outputs), out_dtype)
+        kernel = take_outputs(self.kernel[...], outputs)
+        if self.implementation in INVARIANT:
+            dtype = out_dtype or x.dtype
+            sums = invariant_sums(x, kernel, self.implementation, dtype=dtype)
+            out = ordered_sum(sums).astype(dtype)
+        else:
+            out = dot(x, kernel, out_dtype)
         return out if self.bias is None else out + self.bias[outputs]
 
-    def partial_sums(self, x: Array, implementation: str | None) -> Array:
+    def partial_sums(self, x: Array) -> Array:
         """Map ``[..., in]`` to partial sums f32 ``[P, ..., out]`` if a split pays off."""
-        if self.bias is not None or resolve(implementation) == "xla":
+        if self.bias is not None or resolve(self.implementation) == "xla":
             return self(x)
+        if self.implementation in INVARIANT:
+            return invariant_sums(x, self.kernel[...], self.implementation)
         return partial_dot(x, self.kernel[...])
 
 
@@ -135,6 +160,8 @@ class RMSNorm(nnx.Module):
         return self.scale[...] + self.offset if self.offset else self.scale[...]
 
     def __call__(self, x: Array) -> Array:
+        if self.implementation in INVARIANT:
+            return self.add(x, jnp.zeros_like(x))[1]
         return rms_norm(x, self.factor, self.eps)
 
     def add(self, x: Array, delta: Array | None) -> tuple[Array, Array]:
@@ -147,7 +174,10 @@ class RMSNorm(nnx.Module):
 class Embedding(nnx.Module):
     """Token table ``[V, D]``; with tied embeddings, it is also the output projection."""
 
-    def __init__(self, vocab_size: int, size: int, *, dtype: jnp.dtype) -> None:
+    def __init__(
+        self, vocab_size: int, size: int, *, dtype: jnp.dtype, implementation: str | None = None
+    ) -> None:
+        self.implementation = implementation
         self.table = nnx.Param(jnp.zeros((vocab_size, size), dtype), stddev=size**-0.5)
 
     def __call__(self, tokens: Array) -> Array:
@@ -156,6 +186,9 @@ class Embedding(nnx.Module):
 
     def attend(self, x: Array) -> Array:
         """Float32 logits ``[..., V]`` of hidden states ``[..., D]``."""
+        if self.implementation in INVARIANT:
+            sums = invariant_sums(x, self.table[...], self.implementation, is_transposed=True)
+            return ordered_sum(sums)
         return dot_transposed(x, self.table[...])
 
 
@@ -217,10 +250,10 @@ class Attention(nnx.Module):
         in_size: int,
         implementation: str | None = None,
     ) -> None:
-        self.kind, self.implementation = kind, implementation
+        self.kind = kind
         heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
         self.shape = (heads, kv_heads, dim)
-        linear = partial(Linear, dtypes=kind.dtypes)
+        linear = partial(Linear, dtypes=kind.dtypes, implementation=implementation)
         self.qkv = linear(in_size, (heads + 2 * kv_heads) * dim, bias=kind.qkv_bias)
         self.output = linear(heads * dim, config.hidden_size, bias=kind.output_bias)
         norm = partial(RMSNorm, config, dim, offset=kind.norm_offset)
@@ -243,7 +276,7 @@ class Attention(nnx.Module):
         With ``row`` i32 ``[B]``, all rows are stored, but only this row is output: ``[B, 1, D]``.
         """
         heads, kv_heads, dim = self.shape
-        joined = self.qkv.partial_sums(x, self.implementation)
+        joined = self.qkv.partial_sums(x)
         joined = joined.reshape(*joined.shape[:-1], heads + 2 * kv_heads, dim)
         q, k, v = jnp.split(joined, (heads, heads + kv_heads), axis=-2)
         factor = 1.0 if self.kind.scale is None else self.kind.scale * dim**0.5
@@ -257,7 +290,7 @@ class Attention(nnx.Module):
             options["sinks"] = self.sinks[...]
         kv, out = attend(kv, layer, q, k, v, rope, **options)
         out = pick_row(out.reshape(*x.shape[:-1], heads * dim), row)
-        return self.output.partial_sums(out, self.implementation), kv
+        return self.output.partial_sums(out), kv
 
     def store(self, x: Array, rope: RopeTables, kv: Any, layer: int, store: Store) -> Any:
         """Store the keys and values of ``x [B, T, in_size]``; return the updated kv."""
@@ -280,16 +313,16 @@ class MLP(nnx.Module):
     def __init__(
         self, config: TransformerConfig, kind: LayerKind, implementation: str | None = None
     ) -> None:
-        self.kind, self.implementation = kind, implementation
-        size, inner = config.hidden_size, config.intermediate_size
-        linear = partial(Linear, bias=kind.mlp_bias, dtypes=kind.dtypes)
+        self.kind, size, inner = kind, config.hidden_size, config.intermediate_size
+        how = partial(Linear, dtypes=kind.dtypes, implementation=implementation)
+        linear = partial(how, bias=kind.mlp_bias)
         self.gate_up, self.down = linear(size, 2 * inner), linear(inner, size)
 
     def __call__(self, x: Array) -> Array:
         """Map ``[..., D]`` to ``[..., D]`` or partial sums of it."""
         gate, up = jnp.split(self.gate_up(x), 2, axis=-1)
         activation = ACTIVATIONS[self.kind.activation]
-        return self.down.partial_sums(activation(gate) * up, self.implementation)
+        return self.down.partial_sums(activation(gate) * up)
 
 
 class DecoderLayer(nnx.Module):

@@ -35,10 +35,17 @@ WITHOUT_TRITON: dict[str, str | bool] = {"xla_gpu_enable_triton_gemm": False}
 LEAST_ROWS_WITHOUT_TRITON = 128
 # XLA options for prefill on a GPU: no CUDA graphs. Prefill runs rarely and with different buffers
 # each time, so its graph would be rebuilt. Measurements: docs/performance.md, "Changes".
-PREFILL_OPTIONS: CompilerOptions = {"xla_gpu_graph_min_graph_size": "1000000", **WITHOUT_TRITON}
+PREFILL_OPTIONS: dict[str, str | bool] = {
+    "xla_gpu_graph_min_graph_size": "1000000",
+    **WITHOUT_TRITON,
+}
 
 
-def compiler_options(rows: int) -> CompilerOptions:
+# With more than the declared precision between operations, a result would depend on their fusion.
+DETERMINISTIC: dict[str, str | bool] = {"xla_allow_excess_precision": False}
+
+
+def compiler_options(rows: int) -> dict[str, str | bool]:
     """XLA options for a round that verifies ``rows`` rows on a GPU.
 
     By default, XLA splits small products along their inner axis before it autotunes them. It then
@@ -46,7 +53,7 @@ def compiler_options(rows: int) -> CompilerOptions:
     4.72 ms instead of 5.02 at 64 rows (Llama-3.1-8B shape, H200, jax 0.11.2).
     """
     if rows <= MAX_SPLIT_ROWS:
-        return None
+        return {}
     others = WITHOUT_TRITON if rows >= LEAST_ROWS_WITHOUT_TRITON else {}
     return {"xla_gpu_experimental_force_split_k": "1", **others}
 
@@ -110,7 +117,7 @@ class RoundFunctions:
         rounds = [found for shape in reversed(config.shapes) for found in self._rounds(shape)]
         first = dict(reversed(rounds))  # the deepest tier for each number of rows
         yield from first.values()
-        options = PREFILL_OPTIONS if config.on_gpu else None
+        options = self._options(PREFILL_OPTIONS)
         prefills = [("prefill", width, False) for width in config.prefill_buckets]
         prefills += [("prefill_logprobs", width, True) for width in config.logprob_buckets]
         for name, width, logs in prefills:
@@ -125,25 +132,30 @@ class RoundFunctions:
 
     def _rounds(self, shape: DraftShape) -> Iterator[tuple[int, Job]]:
         """Jobs for the rounds of a tier, each with its number of verified rows."""
-        on_gpu = self._config.on_gpu
-        greedy = [True, False] if on_gpu else [False]
+        greedy = [True, False] if self._config.on_gpu else [False]
         functions = [self.bind(spec_round.spec_rounds, shape, greedy=each) for each in greedy]
         names = [f"{'greedy_' * each}round" for each in greedy]
         for batch in [batch for tier, batch in self._config.rounds if tier == shape]:
             rows = batch * shape.verified
-            options = compiler_options(rows) if on_gpu else None
+            options = self._options(compiler_options(rows))
             for name, function in zip(names, functions, strict=True):
                 yield rows, ((name, shape, batch), function, self._with(batch), options)
 
     def stage_jobs(self) -> Iterator[Job]:
         for shape, batch in self._config.rounds:
-            options = compiler_options(batch * shape.verified) if self._config.on_gpu else None
+            options = self._options(compiler_options(batch * shape.verified))
             arguments = self._with(batch)
             for name, function in STAGES.items():
                 stage = self.bind(function, shape)
                 yield (name, shape, batch), stage, arguments, options
                 passed = jax.eval_shape(stage, *arguments)[1]
                 arguments = (*self._with(batch), self._networks.placement.abstract(passed))
+
+    def _options(self, options: dict[str, str | bool]) -> CompilerOptions:
+        """Options for a GPU in the mode of the runner; none on a CPU."""
+        if not self._config.on_gpu:
+            return None
+        return {**options, **DETERMINISTIC} if self._config.deterministic else options
 
     def _with(self, *shape: int) -> tuple[Any, ...]:
         return (*self._common, self._networks.placement.ints(*shape))

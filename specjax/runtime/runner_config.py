@@ -45,6 +45,7 @@ class RunnerConfig:
     mixed_prefill_tokens: int = 512  # maximum prompt tokens in a step that also runs a round
     implementation: str | None = None  # implementation of all kernels, as in backend.resolve
     reads_confidence: bool = False  # report confidences of drafts; needed by packed tiers
+    deterministic: bool = False  # bits of a row do not depend on other rows
 
     def __post_init__(self) -> None:
         shapes = self.shapes

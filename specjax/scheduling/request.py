@@ -155,6 +155,7 @@ class Request:
     decoder: InitVar[IncrementalDecoder | None]  # ``None`` without a tokenizer
     spec_width: InitVar[int]  # maximum accepted drafts per round; 0 for plain decoding
     spec_simulated: InitVar[float | None] = None  # as SpecCounts.simulate_accept_length
+    is_deterministic: bool = False  # whether the result does not depend on other requests' rows
     clock: Callable[[], float] = time.perf_counter  # the scheduler's clock, in seconds
 
     output_ids: list[int] = field(default_factory=list, init=False)
@@ -358,6 +359,8 @@ class Request:
             "e2e_latency": self.latency,
             "queue_time": self._since_created(self.admitted_time),
             "time_to_first_token": self._since_created(self.first_token_time),
+            "speculative": self.spec is not None,
+            "deterministic": self.is_deterministic,
         }
         if self.spec is not None:
             meta |= self.spec.meta_info(len(self.output_ids))

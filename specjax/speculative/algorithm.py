@@ -5,7 +5,7 @@ scheduling and the compiled rounds. The shared code does not depend on the algor
 """
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from specjax.config import MAX_STEPS, ModelConfig
+from specjax.kernels.backend import INVARIANT
 from specjax.kv.pages import PagedAttend, PageView, Segments
 from specjax.models.decoder import CausalLM
 from specjax.models.flat import FlatModel, Networks, Placement
@@ -48,6 +49,12 @@ class Batch:
     bonus_tokens: Array  # i32 [B], the last token of each request, not in the pool yet
     tokens: Array  # i32 [R, C], the history by request slot
     draw: SamplingConfig  # how the target draws its tokens
+
+    @property
+    def target_pages(self) -> PageView:
+        """The pages, with the attention of the target, which may differ from that of the draft."""
+        how = self.target.implementation
+        return replace(self.pages, implementation=how) if how in INVARIANT else self.pages
 
     @property
     def history(self) -> Array:
@@ -293,9 +300,13 @@ class SpeculativeAlgorithm(CommonAlgorithm, ABC):
         draft_config: Any = None,
         *,
         implementation: str | None = None,
+        deterministic: bool = False,
         placement: Placement | None = None,
     ) -> Networks:
-        model = FlatModel.of(partial(CausalLM, target, implementation=implementation))
+        how = implementation
+        if deterministic:  # drafts do not change texts, so only the target needs it
+            how = "invariant-interpret" if implementation == "interpret" else "invariant"
+        model = FlatModel.of(partial(CausalLM, target, implementation=how))
         draft = self.draft_model(draft_config, implementation)
         return Networks(model, draft, target, draft_config, placement or Placement.on())
 

@@ -88,7 +88,7 @@ def prefill_chunks(
     tokens = packed[limit * HEADER :]
     batch = replace(make_batch(resident, future, slots, config), seq_lens=starts)
     segments = Segments.of(starts, counts, tokens.shape[0])
-    attend = batch.pages.attend_packed(segments)
+    attend = batch.target_pages.attend_packed(segments)
     hidden, features, kv = resident.target(
         tokens[None], segments.positions[None], pools.target, attend, config.feature_layers
     )
@@ -138,7 +138,7 @@ def prefill_chunks(
         positions=segments.positions[None],
         last=last,
         is_final=is_final > 0,
-        attend=attend,
+        attend=batch.pages.attend_packed(segments),
         segments=segments,
         num_cached=num_cached,
     )

@@ -86,11 +86,11 @@ def verify(
     drafts, positions, spread = tree.draft_tokens, tree.positions, lambda x: x
     if shape.packed:
         rows = verified_rows(tree, shape, batch.slots)
-        attend = batch.pages.attend_packed(rows, tree_mask=mask)
+        attend = batch.target_pages.attend_packed(rows, tree_mask=mask)
         drafts, positions = rows.gather(drafts), rows.gather(positions)
         spread = partial(rows.spread, width=shape.nodes)
     else:
-        attend = batch.pages.attend(batch.seq_lens, shape.nodes, tree_mask=mask)
+        attend = batch.target_pages.attend(batch.seq_lens, shape.nodes, tree_mask=mask)
     hidden, features, kv = target(drafts, positions, kv, attend, config.feature_layers)
     # a greedy batch needs only its tokens, so its logits need not be spread
     before, after = (lambda x: x, spread) if batch.draw.greedy else (spread, lambda x: x)

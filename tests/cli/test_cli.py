@@ -46,8 +46,9 @@ class FakeEngine:
         plain_answer: str | None = None,
         dtype: str = "float32",
         acceptance: Acceptance = COUPLED,
+        deterministic: bool = False,
     ) -> None:
-        self.acceptance = acceptance
+        self.acceptance, self.deterministic = acceptance, deterministic
         self.answers = {False: plain_answer or answer, True: answer}
         self.dtype = dtype
         self.made = []
@@ -67,7 +68,9 @@ class _Running:
         self.owner, self.speculative = owner, speculative
         self.tokenizer = TOKENIZER
         self.target = SimpleNamespace(config=SimpleNamespace(dtype=owner.dtype))
-        self.args = SimpleNamespace(acceptance=owner.acceptance)
+        self.args = SimpleNamespace(
+            acceptance=owner.acceptance, enable_deterministic_inference=owner.deterministic
+        )
 
     def __enter__(self) -> "_Running":
         return self
@@ -265,17 +268,21 @@ def test_compare_shares_weights_and_repeats_the_same_request(
     assert out.splitlines()[-1] == "the texts are equal"
 
 
-@pytest.mark.parametrize(("dtype", "status"), [("float32", 1), ("bfloat16", 0)])
+@pytest.mark.parametrize(
+    ("dtype", "deterministic", "status"),
+    [("float32", False, 1), ("bfloat16", False, 0), ("bfloat16", True, 1)],
+)
 def test_compare_names_the_first_difference(
-    dtype: str, status: int, capsys: pytest.CaptureFixture[str]
+    dtype: str, deterministic: bool, status: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    engine = FakeEngine(answer="xyaz", plain_answer="xybz", dtype=dtype)
+    different = {"answer": "xyaz", "plain_answer": "xybz"}
+    engine = FakeEngine(**different, dtype=dtype, deterministic=deterministic)
     assert run("Hi", "--compare", engine=engine) == status
     out = capsys.readouterr().out
     a, b = TOKENIZER.encode("ab")
     assert f"token 2 is {a} 'a' with speculation and {b} 'b' without" in out
     assert "differ by 0.03125" in out
-    assert ("this is a bug" in out) == (dtype == "float32")
+    assert ("this is a bug" in out) == bool(status)
     assert engine.gap_inputs == [TOKENIZER.encode("<user>Hi<assistant>xy")]
 
 

@@ -1,0 +1,338 @@
+"""Attention over a paged KV pool whose rows have the same bits in any batch, prompt or tree.
+
+The keys of a row are cut into blocks of 128 at fixed positions. Each block is computed from fresh
+sums, and blocks are added in ascending order, so it does not matter which program computes one. A
+row sees its keys in the order of their positions, also if it is a tree node: its path then stands
+where plain decoding would have stored the same tokens. Row sums depend on the layout of a tile in
+registers, so the sum of weights is a matrix product, like the sum of values.
+
+Axes: B requests, T query tokens per request, U new keys per request, N query heads, KV key/value
+heads, H head dim, P pages per request, C key blocks, R query rows of a KV head (T * N / KV). The
+pool is ``[L, slots, 2, KV, H]`` as in ``tree_attention``.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.experimental import pallas as pl
+from specjax.kernels.backend import power_of_two, resolve, takes_head_dim, triton_call
+from specjax.kernels.prefill_attention import tile_map
+from specjax.kernels.tree_attention import LOG2E, NEGATIVE, check_heads, row_dot
+
+BLOCK = 128  # keys per block; other values give other bits
+MIN_ROWS, MAX_ROWS = 16, 64
+# Programs, of 16 rows, from which on one program adds up all blocks of its rows. With fewer, each
+# block has its own program, and its sums are stored.
+ENOUGH_PROGRAMS = 128
+KEPT_PER_STEP = 4  # stored sums that are loaded at the same time
+Sums = tuple[Array, Array, Array]  # highest score, sum of weights, sum of weighted values
+
+
+def _nothing(rows: int, dim: int) -> Sums:
+    lowest = jnp.full((rows,), NEGATIVE, jnp.float32)
+    return lowest, jnp.zeros((rows,), jnp.float32), jnp.zeros((rows, dim), jnp.float32)
+
+
+def _block(q: Array, k: Array, v: Array, scale: float, visible: Array | None) -> Sums:
+    """Sums over one block of keys."""
+    scores = row_dot(q, k, transpose=True)
+    if visible is not None:
+        scores = jnp.where(visible, scores, NEGATIVE)
+    best = jnp.max(scores, axis=1)
+    # subtract first: a product before a sum could become one operation in some loops only
+    weights = jnp.exp2((scores - best[:, None]) * scale)
+    if visible is not None:
+        weights = jnp.where(visible, weights, 0.0)
+    weights = weights.astype(v.dtype)
+    total = row_dot(weights, jnp.ones((BLOCK, MIN_ROWS), v.dtype), transpose=False)
+    return best, jnp.max(total, axis=1), row_dot(weights, v, transpose=False)
+
+
+def _add(one: Sums, two: Sums, scale: float) -> Sums:
+    """Add the sums of a later block; the one with the lower score is scaled down."""
+    is_higher = two[0] > one[0]
+    best = jnp.maximum(one[0], two[0])
+    decay = jnp.exp2((jnp.minimum(one[0], two[0]) - best) * scale)
+    total = jnp.where(is_higher, two[1], one[1]) + jnp.where(is_higher, one[1], two[1]) * decay
+    is_higher, decay = is_higher[:, None], decay[:, None]
+    mixed = jnp.where(is_higher, two[2], one[2]) + jnp.where(is_higher, one[2], two[2]) * decay
+    return best, total, mixed
+
+
+def _load(
+    pool_ref: Any, layer: Array, table_ref: Any, request: Array, head: Array, key: Array, size: int
+) -> tuple[Array, Array]:
+    """Keys and values ``[C, H]`` at positions ``key [C]`` of a request; ``size`` is the page's."""
+    pages = table_ref.shape[1]
+    page = table_ref[request, jnp.minimum(key // size, pages - 1)]
+    slot = jnp.where(key // size < pages, page, 0) * size + key % size
+    return pool_ref[layer, slot, 0, head, :], pool_ref[layer, slot, 1, head, :]
+
+
+def specjax_invariant_shared(
+    layer_ref: Any,
+    table_ref: Any,
+    lens_ref: Any,
+    q_ref: Any,
+    pool_ref: Any,
+    best_ref: Any,
+    total_ref: Any,
+    mixed_ref: Any,
+    *,
+    block_rows: int,
+    page_size: int,
+    scale: float,
+) -> None:
+    """Kernel body: blocks before ``seq_len``, which all rows of a request see.
+
+    One program per (request and KV head, block or all blocks, tile of query rows).
+    """
+    rows, heads = q_ref.shape[1:3]
+    kv_heads, num_kept = pool_ref.shape[3], best_ref.shape[2]
+    group = heads // kv_heads
+    request, head = pl.program_id(0) // kv_heads, pl.program_id(0) % kv_heads
+    kept, tile = pl.program_id(1), pl.program_id(2)
+    # rows after the last one repeat the first ones: they store the same values to the same places
+    row = (tile * block_rows + jnp.arange(block_rows, dtype=jnp.int32)) % (rows * group)
+    layer, num_blocks = layer_ref[0], lens_ref[request] // BLOCK
+    first = 0 if num_kept == 1 else kept
+    last = num_blocks if num_kept == 1 else jnp.minimum(kept + 1, num_blocks)
+
+    @pl.when(first < last)
+    def _() -> None:
+        q = q_ref[request, row // group, head * group + row % group, :]
+
+        def step(i: Array, sums: Sums) -> Sums:
+            key = i * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)
+            k, v = _load(pool_ref, layer, table_ref, request, head, key, page_size)
+            return _add(sums, _block(q, k, v, scale, None), scale)
+
+        best, total, mixed = jax.lax.fori_loop(first, last, step, _nothing(block_rows, q.shape[1]))
+        best_ref[request, head, kept, row] = best
+        total_ref[request, head, kept, row] = total
+        mixed_ref[request, head, kept, row, :] = mixed
+
+
+def specjax_invariant_own(
+    layer_ref: Any,
+    table_ref: Any,
+    lens_ref: Any,
+    q_ref: Any,
+    pool_ref: Any,
+    best_ref: Any,
+    total_ref: Any,
+    mixed_ref: Any,
+    *refs: Any,
+    page_size: int,
+    scale: float,
+) -> None:
+    """Kernel body: one program per (request and KV head, token) adds the token's other blocks.
+
+    Without ``counts`` and ``paths``, the new tokens are a chain.
+    """
+    *path_refs, out_ref = refs
+    heads = q_ref.shape[2]
+    kv_heads, num_kept = pool_ref.shape[3], best_ref.shape[2]
+    group = heads // kv_heads
+    request, head = pl.program_id(0) // kv_heads, pl.program_id(0) % kv_heads
+    token, layer, seq_len = pl.program_id(1), layer_ref[0], lens_ref[request]
+    block_rows = max(MIN_ROWS, power_of_two(group))
+    member = jnp.arange(block_rows, dtype=jnp.int32) % group
+    row = token * group + member
+    q = q_ref[request, token, head * group + member, :]
+    shared = seq_len // BLOCK
+    end = seq_len + (path_refs[0][request, token] if path_refs else token + 1)
+
+    num_sums = jnp.minimum(shared, num_kept)
+
+    def add_kept(i: Array, sums: Sums) -> Sums:
+        parts = []
+        for j in range(KEPT_PER_STEP):
+            at = jnp.minimum(i * KEPT_PER_STEP + j, num_sums - 1)
+            best, total = best_ref[request, head, at, row], total_ref[request, head, at, row]
+            best = jnp.where(i * KEPT_PER_STEP + j < num_sums, best, NEGATIVE)
+            parts.append((best, total, mixed_ref[request, head, at, row, :]))
+        for part in parts:
+            sums = _add(sums, part, scale)
+        return sums
+
+    def step(i: Array, sums: Sums) -> Sums:
+        position = i * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)
+        # past the end, read the last key again and mask its score; the load needs no mask
+        key = jnp.minimum(position, end - 1)
+        if path_refs:
+            new = path_refs[1][request, token, jnp.maximum(key - seq_len, 0)]
+            key = jnp.where(key < seq_len, key, seq_len + new)
+        k, v = _load(pool_ref, layer, table_ref, request, head, key, page_size)
+        return _add(sums, _block(q, k, v, scale, (position < end)[None, :]), scale)
+
+    sums = _nothing(block_rows, q.shape[1])
+    sums = jax.lax.fori_loop(0, pl.cdiv(num_sums, KEPT_PER_STEP), add_kept, sums)
+    _, total, mixed = jax.lax.fori_loop(shared, pl.cdiv(end, BLOCK), step, sums)
+    out_ref[request, token, head * group + member, :] = (mixed / total[:, None]).astype(q.dtype)
+
+
+def specjax_invariant_prefill(
+    layer_ref: Any,
+    map_ref: Any,
+    table_ref: Any,
+    q_ref: Any,
+    pool_ref: Any,
+    out_ref: Any,
+    *,
+    block_rows: int,
+    page_size: int,
+    scale: float,
+) -> None:
+    """Kernel body: one program per (KV head, tile of query rows of one segment)."""
+    group = q_ref.shape[1] // pool_ref.shape[3]
+    layer, head, tile = layer_ref[0], pl.program_id(0), pl.program_id(1)
+    segment, first_row, tokens, end = (map_ref[tile, i] for i in range(4))
+
+    @pl.when(segment >= 0)
+    def _() -> None:
+        # rows after the last complete group, and tokens after the last one, repeat others
+        row = jnp.arange(block_rows, dtype=jnp.int32) % (block_rows // group * group)
+        token = jnp.minimum(row // group, tokens - 1)
+        member = head * group + row % group
+        q = q_ref[first_row + token, member, :]
+        begin = end - tokens
+
+        def step(i: Array, sums: Sums, *, is_masked: bool) -> Sums:
+            position = i * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)
+            key = jnp.minimum(position, end - 1) if is_masked else position
+            k, v = _load(pool_ref, layer, table_ref, segment, head, key, page_size)
+            visible = (position - begin)[None, :] <= token[:, None] if is_masked else None
+            return _add(sums, _block(q, k, v, scale, visible), scale)
+
+        sums = _nothing(block_rows, q.shape[1])
+        # the first token of the tile sees all keys in these blocks
+        whole = jnp.maximum(begin + 1, 0) // BLOCK
+        sums = jax.lax.fori_loop(0, whole, partial(step, is_masked=False), sums)
+        masked = partial(step, is_masked=True)
+        _, total, mixed = jax.lax.fori_loop(whole, pl.cdiv(end, BLOCK), masked, sums)
+        # rows of padding have no keys
+        out = mixed / jnp.where(total > 0.0, total, 1.0)[:, None]
+        out_ref[first_row + token, member, :] = out.astype(out_ref.dtype)
+
+
+def _paths(tree_mask: Array) -> tuple[Array, Array]:
+    """Number of new keys that each row sees, i32 ``[B, T]``, and their indices ``[B, T, U]``."""
+    index = jnp.arange(tree_mask.shape[2], dtype=jnp.int32)
+    before = tree_mask[..., None, :] & (index <= index[:, None])
+    rank = jnp.where(tree_mask, before.sum(axis=-1, dtype=jnp.int32) - 1, -1)  # [B, T, U]
+    is_at = rank[..., None, :] == index[:, None]  # [B, T, place, U]
+    return tree_mask.sum(axis=-1, dtype=jnp.int32), jnp.where(is_at, index, 0).sum(axis=-1)
+
+
+def _check(q: Array, pool: Array, ndim: int) -> None:
+    check_heads(q, pool, ndim)
+    group, dim = q.shape[-2] // pool.shape[3], q.shape[-1]
+    if not takes_head_dim(dim) or group > MAX_ROWS:
+        raise NotImplementedError(
+            f"deterministic attention supports head dims of powers of two from 16 to 256 (got "
+            f"{dim}) and at most {MAX_ROWS} query heads per KV head (got {group})"
+        )
+
+
+def invariant_tree_attention(
+    q: Array,
+    pool: Array,
+    layer: int,
+    page_table: Array,
+    seq_lens: Array,
+    tree_mask: Array | None,
+    *,
+    page_size: int,
+    implementation: str | None = None,
+) -> Array:
+    """Attention of T tokens per request over the request's pages; its row bits are invariant.
+
+    Arguments and result are those of :func:`~specjax.kernels.tree_attention.tree_attention`. The
+    new keys that ``tree_mask`` selects for a row must be in the order of their positions.
+    """
+    _check(q, pool, 4)
+    implementation = resolve(implementation)
+    batch, rows, heads, dim = q.shape
+    kv_heads = pool.shape[3]
+    group = heads // kv_heads
+    num_rows = rows * group
+    block_rows = min(MAX_ROWS, max(MIN_ROWS, power_of_two(num_rows)))
+    num_tiles = pl.cdiv(num_rows, block_rows)
+    num_blocks = max(1, page_table.shape[1] * page_size // BLOCK)
+    is_enough = batch * kv_heads * num_tiles * block_rows >= MIN_ROWS * ENOUGH_PROGRAMS
+    if is_enough and tree_mask is None:
+        out = invariant_prefill_attention(
+            q.reshape(-1, heads, dim),
+            pool,
+            layer,
+            page_table,
+            seq_lens,
+            jnp.full((batch,), rows, jnp.int32),
+            page_size=page_size,
+            block_rows=block_rows,
+            implementation=implementation,
+        )
+        return out.reshape(q.shape)
+    num_kept = 1 if is_enough else num_blocks
+    form = {"page_size": page_size, "scale": dim**-0.5 * LOG2E}
+    # the layer is an operand, so that all layers of a model share one compiled kernel
+    inputs = (jnp.full((1,), layer, jnp.int32), page_table, seq_lens, q, pool)
+    kept = (batch, kv_heads, num_kept, num_rows)
+    sums = triton_call(
+        partial(specjax_invariant_shared, block_rows=block_rows, **form),
+        grid=(batch * kv_heads, num_kept, num_tiles),
+        out_shape=tuple(
+            jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (kept, kept, (*kept, dim))
+        ),
+        num_warps=4,
+        num_stages=2,
+        implementation=implementation,
+    )(*inputs)
+    return triton_call(
+        partial(specjax_invariant_own, **form),
+        grid=(batch * kv_heads, rows),
+        out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
+        num_warps=4,
+        num_stages=2,
+        implementation=implementation,
+    )(*inputs, *sums, *(() if tree_mask is None else _paths(tree_mask)))
+
+
+def invariant_prefill_attention(
+    q: Array,
+    pool: Array,
+    layer: int,
+    page_table: Array,
+    starts: Array,
+    counts: Array,
+    *,
+    page_size: int,
+    block_rows: int | None = None,
+    implementation: str | None = None,
+) -> Array:
+    """Causal attention of W packed tokens of G requests; its row bits are invariant.
+
+    Arguments and result are those of
+    :func:`~specjax.kernels.prefill_attention.prefill_attention`. ``block_rows`` is the number of
+    query rows (tokens x heads of a group) per program.
+    """
+    _check(q, pool, 3)
+    rows, heads, dim = q.shape
+    kv_heads = pool.shape[3]
+    group = heads // kv_heads
+    if block_rows is None:
+        block_rows = 64 if rows * group <= 2048 else 128
+    work = tile_map(starts, counts, rows, block_rows // group)
+    form = {"page_size": page_size, "scale": dim**-0.5 * LOG2E}
+    return triton_call(
+        partial(specjax_invariant_prefill, block_rows=block_rows, **form),
+        grid=(kv_heads, work.shape[0]),
+        out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
+        num_warps=4 if block_rows <= 64 else 8,
+        num_stages=2,
+        implementation=resolve(implementation),
+    )(jnp.full((1,), layer, jnp.int32), work, page_table, q, pool)

@@ -1,0 +1,204 @@
+"""Deterministic inference: refusals, lowering, and on a GPU texts that depend on nothing else."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from specjax import Engine
+from specjax.checkpoints.presets import LLAMA31_8B
+from specjax.config import ModelConfig
+from specjax.disaggregation.rows import check_facts
+from specjax.engine.args import EngineArgs
+from specjax.engine.plan import check_deterministic
+from specjax.engine.requests import DEFAULT_SEED
+from specjax.models.flat import Placement
+from specjax.runtime.runner import ModelRunner
+from specjax.testing import Files, write_model
+from specjax.types import DraftShape
+from tests.kernels.lowering import lower_for_cuda
+from tests.runners import EAGLE3, TARGET, algorithm_of, runner_config
+
+ON = {"enable_deterministic_inference": True}
+CHAIN, TREE = DraftShape.chain(2), DraftShape(steps=2, topk=2, nodes=6)
+
+
+class Gpu(Placement):
+    on_cpu = False
+
+
+def test_a_cpu_is_refused(files: Files) -> None:
+    with pytest.raises(ValueError, match="enable_deterministic_inference=True needs a GPU"):
+        files.engine(**ON)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"dtype": "float32"}, "needs dtype='bfloat16'; the model has float32"),
+        ({"head_dim": 80}, "needs a head dim that is a power of two from 16 to 256, not 80"),
+        ({"intermediate_size": 1000}, "needs multiples of 16 as hidden_size=4096 and inter"),
+    ],
+)
+def test_models_that_it_does_not_cover_are_refused(changes: dict[str, Any], reason: str) -> None:
+    place = Gpu(jax.devices()[0])
+    check_deterministic(LLAMA31_8B, place)
+    with pytest.raises(ValueError, match=reason):
+        check_deterministic(replace(LLAMA31_8B, **changes), place)
+
+
+@pytest.mark.parametrize(
+    "lossy",
+    [{"speculative_use_rejection_sampling": True}, {"speculative_accept_threshold_single": 0.5}],
+)
+def test_acceptance_that_depends_on_drafts_is_refused(lossy: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="else texts depend on drafts"):
+        EngineArgs(speculative_algorithm="EAGLE3", **ON, **lossy)
+
+
+def test_sides_with_different_modes_are_refused() -> None:
+    name = "enable_deterministic_inference"
+    with pytest.raises(ValueError, match=f"{name}: True here, False there"):
+        check_facts({name: True}, {name: False})
+
+
+@pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
+def test_no_product_of_the_target_is_left_to_xla(shape: DraftShape) -> None:
+    """XLA's products are those of the draft, as many as in the default mode."""
+    models = [replace(one, head_dim=16) for one in (TARGET, EAGLE3)]
+    counts = {}
+    for mode in (False, True):
+        config = runner_config(
+            algorithm=algorithm_of(EAGLE3),
+            shapes=(shape,),
+            implementation="pallas",
+            deterministic=mode,
+        )
+        networks = config.algorithm.networks(*models, implementation="pallas", deterministic=mode)
+        jobs = list(ModelRunner(networks, config)._functions().jobs())
+        found = {str(key[0]): (function, arguments, how) for key, function, arguments, how in jobs}
+        function, arguments, options = found["greedy_round"]
+        assert options.get("xla_allow_excess_precision") is (False if mode else None)
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arguments)
+        text = lower_for_cuda(function, *shapes)
+        assert ("specjax_invariant_dot" in text) is mode
+        assert ("specjax_invariant_own" in text) is mode
+        counts[mode] = text.count("stablehlo.dot_general")
+    assert counts[True] < counts[False]
+
+
+@pytest.mark.gpu
+class TestOnGpu:
+    """A random model in bfloat16; every engine shares the weights of the first."""
+
+    MODEL = ModelConfig(
+        model_type="qwen3",
+        vocab_size=512,
+        hidden_size=256,
+        intermediate_size=512,
+        num_layers=4,
+        num_heads=8,
+        num_kv_heads=2,
+        head_dim=64,
+        qk_norm=True,
+        max_position_embeddings=4096,
+        dtype="bfloat16",
+    )
+
+    @pytest.fixture(scope="class")
+    def plain(self, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+        folder: Path = write_model(tmp_path_factory.mktemp("target"), self.MODEL)
+        with Engine(folder, speculative_algorithm="NONE", **self.options()) as engine:
+            yield engine
+
+    @staticmethod
+    def options(**changes: Any) -> dict[str, Any]:
+        sizes = {"context_length": 1024, "max_running_requests": 16, "batch_buckets": (1, 16)}
+        sizes |= {"max_total_tokens": 16 * 1024, "skip_tokenizer_init": True}
+        return {"dtype": "bfloat16", "compile_on_use": True, **sizes, **ON, **changes}
+
+    @pytest.fixture(scope="class")
+    def jobs(self) -> tuple[list[list[int]], list[dict[str, Any]]]:
+        rng = np.random.default_rng(0)
+        prompts = [rng.integers(0, 512, n).tolist() for n in rng.integers(3, 600, 16)]
+        heats = [0.0, 0.8] * 8
+        common = {"max_new_tokens": 100, "ignore_eos": True}
+        return prompts, [common | {"temperature": heat} for heat in heats]
+
+    @pytest.fixture(scope="class")
+    def expected(self, plain: Engine, jobs: Any) -> list[Any]:
+        return [
+            self.texts(plain, [prompt], [params])[0] for prompt, params in zip(*jobs, strict=True)
+        ]
+
+    @staticmethod
+    def texts(engine: Engine, prompts: Any, params: Any) -> list[Any]:
+        outputs = engine.generate(
+            input_ids=prompts, sampling_params=list(params), return_logprob=True
+        )
+        assert all(output["meta_info"]["deterministic"] for output in outputs)
+        return [
+            (output["output_ids"], [x for x, *_ in output["meta_info"]["output_token_logprobs"]])
+            for output in outputs
+        ]
+
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {"speculative_algorithm": "NONE"},
+            {"speculative_algorithm": "NONE", "chunked_prefill_size": 48, "max_total_tokens": 3000},
+            {"speculative_algorithm": "NGRAM", "speculative_ngram_max_bfs_breadth": 1},
+            {"speculative_algorithm": "NGRAM"},
+            {"speculative_algorithm": "STANDALONE", "speculative_num_steps": 3},
+            {
+                "speculative_algorithm": "STANDALONE",
+                "speculative_num_steps": 3,
+                "speculative_eagle_topk": 4,
+                "speculative_num_draft_tokens": 16,
+            },
+            {
+                "speculative_algorithm": "STANDALONE",
+                "speculative_adaptive": True,
+                "speculative_adaptive_config": {"policy": "budget", "candidate_steps": [0, 1, 3]},
+                "rounds_per_dispatch": 2,
+            },
+        ],
+        ids=["plain", "preempted", "ngram chain", "ngram", "chain", "tree", "budget"],
+    )
+    def test_texts_equal_plain_decoding_alone(
+        self, plain: Engine, jobs: Any, expected: list[Any], options: dict[str, Any]
+    ) -> None:
+        model = plain.target.path
+        draft = {"draft": model} if options["speculative_algorithm"] == "STANDALONE" else {}
+        made = self.options(**options, **draft, share_weights_with=plain)
+        with Engine(model, **made) as engine:
+            assert self.texts(engine, *jobs) == expected
+            assert self.texts(engine, *jobs) == expected  # prompts are cached now
+            snapshot = engine.metrics.snapshot()
+        assert snapshot.cached_tokens > 0
+        if "max_total_tokens" in options:
+            assert snapshot.num_retracted > 0
+        if draft and "speculative_adaptive" not in options:
+            assert snapshot.num_accepted_drafts > snapshot.num_verifies
+
+    def test_prefill_scores_a_text_as_generation_does(
+        self, plain: Engine, jobs: Any, expected: list[Any]
+    ) -> None:
+        prompts, _ = jobs
+        for prompt, (ids, logprobs) in list(zip(prompts, expected, strict=True))[::2]:
+            output = plain.generate(
+                input_ids=prompt + ids,
+                sampling_params={"temperature": 0.0, "max_new_tokens": 1},
+                return_logprob=True,
+                logprob_start_len=len(prompt) - 1,
+            )
+            assert [x for x, *_ in output["meta_info"]["input_token_logprobs"][1:]] == logprobs
+
+    def test_requests_without_a_seed_have_a_fixed_one(self, plain: Engine, jobs: Any) -> None:
+        prompts, params = jobs[0][:2], [jobs[1][1]] * 2
+        seeded = [one | {"sampling_seed": DEFAULT_SEED} for one in params]
+        assert self.texts(plain, prompts, params) == self.texts(plain, prompts, seeded)

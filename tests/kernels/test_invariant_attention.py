@@ -1,0 +1,159 @@
+"""Deterministic attention: values against dense numpy, and on a GPU the bits of its rows."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from specjax.kernels.invariant_attention import (
+    BLOCK,
+    invariant_prefill_attention,
+    invariant_tree_attention,
+)
+
+from tests.kernels import test_prefill_attention as prefill_cases
+from tests.kernels.lowering import lower_for_cuda
+from tests.kernels.test_tree_attention import brute_force, make_case, relative_error
+
+# batch, tokens, query heads, KV heads, head dim, page size, pages per request
+CASES = [
+    (2, 1, 4, 2, 16, 16, 20),
+    (3, 5, 6, 2, 32, 64, 5),
+    (2, 8, 9, 3, 64, 16, 20),
+    (33, 2, 8, 4, 16, 16, 10),
+]
+BOUNDS = {"float32": 1e-5, "bfloat16": 2e-2}
+RUNS = ["interpret", pytest.param("pallas", marks=pytest.mark.gpu)]
+
+
+@pytest.mark.parametrize("implementation", RUNS)
+@pytest.mark.parametrize(
+    ("case", "dtype", "tree"),
+    [
+        (CASES[0], "float32", False),
+        (CASES[1], "float32", True),
+        (CASES[2], "bfloat16", True),
+        (CASES[3], "bfloat16", False),
+    ],
+    ids=str,
+)
+def test_tree_attention_equals_brute_force(implementation, case, dtype, tree):
+    q, pool, table, lens, mask, page_size = make_case(case, dtype, tree)
+    form = {"page_size": page_size, "implementation": implementation}
+    call = jax.jit(partial(invariant_tree_attention, **form), static_argnums=2)
+    out = call(q, pool, 1, table, lens, mask if tree else None)
+    assert out.dtype == q.dtype
+    assert relative_error(out, brute_force(q, pool, table, lens, mask, page_size)) < BOUNDS[dtype]
+
+
+@pytest.mark.parametrize("implementation", RUNS)
+@pytest.mark.parametrize("case", prefill_cases.CASES, ids=str)
+def test_prefill_attention_equals_the_reference(implementation, case):
+    function = partial(invariant_prefill_attention, implementation=implementation)
+    prefill_cases.check(function, case, "float32")
+
+
+HEADS = [(32, 8, 128), (9, 3, 64)]
+
+
+def sequence(heads, length, page_size, seed=0):
+    """Queries, keys and values of one text, and its shuffled pages in a pool of two texts."""
+    (num_heads, kv_heads, dim), rng = heads, np.random.default_rng(seed)
+    q = jnp.asarray(rng.standard_normal((length, num_heads, dim)), jnp.bfloat16)
+    kv = jnp.asarray(rng.standard_normal((length, 2, kv_heads, dim)), jnp.bfloat16)
+    table = rng.permutation(np.arange(1, 2 * length // page_size + 1)).reshape(2, -1)
+    pool = jnp.zeros((1, (2 * length // page_size + 1) * page_size, 2, kv_heads, dim), kv.dtype)
+    return q, kv, pool, jnp.asarray(table, jnp.int32)
+
+
+def slots_of(table, positions, page_size):
+    return table[positions // page_size] * page_size + positions % page_size
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+def test_bits_do_not_depend_on_batch_prompt_or_tree(heads):
+    length, page_size, rng = 8192, 16, np.random.default_rng(1)
+    q, kv, pool, table = sequence(heads, length, page_size)
+    every = jnp.arange(length)
+    pool = pool.at[0, slots_of(table[0], every, page_size)].set(kv)
+    form = {"page_size": page_size, "implementation": "pallas"}
+    prefill = jax.jit(partial(invariant_prefill_attention, **form), static_argnums=2)
+    decode = jax.jit(partial(invariant_tree_attention, **form), static_argnums=2)
+    ints = partial(jnp.asarray, dtype=jnp.int32)
+    expected = np.asarray(prefill(q, pool, 0, table[:1], ints([0]), ints([length])))
+    # in pieces
+    for start, count, width in (
+        (0, 100, 128),
+        (1000, 33, 64),
+        (4000, 512, 512),
+        (5001, 1500, 2048),
+    ):
+        rows = jnp.zeros((width, *q.shape[1:]), q.dtype).at[:count].set(q[start : start + count])
+        out = prefill(rows, pool, 0, table[:1], ints([start]), ints([count]))
+        assert (np.asarray(out[:count]) == expected[start : start + count]).all(), (start, count)
+    # plain decoding and chains, in batches of 1 to 64, at every residue of a block
+    for batch, tokens in (
+        (1, 1),
+        (1, 8),
+        (4, 3),
+        (8, 1),
+        (8, 8),
+        (16, 4),
+        (32, 8),
+        (64, 1),
+        (64, 4),
+    ):
+        for residue in range(0, BLOCK, 1 if batch == 64 else 31):
+            lens = rng.integers(0, length // BLOCK - 1, batch) * BLOCK + residue
+            lens[0] = residue
+            places = lens[:, None] + np.arange(tokens)
+            out = decode(q[places], pool, 0, jnp.repeat(table[:1], batch, 0), ints(lens), None)
+            assert (np.asarray(out) == expected[places]).all(), (batch, tokens, residue)
+    # a tree in which one path is the text, at every residue
+    for batch, rows in ((1, 16), (8, 16), (32, 16), (2, 64)):
+        for residue in range(0, BLOCK, 1 if batch == 1 else 17):
+            lens = rng.integers(0, length // BLOCK - 2, batch) * BLOCK + residue
+            mask, path = np.zeros((rows, rows), bool), [0]
+            mask[0, 0] = True
+            for node in range(1, rows):
+                is_next = rng.random() < 0.3
+                parent = path[-1] if is_next else rng.integers(0, node)
+                mask[node] = mask[parent]
+                mask[node, node] = True
+                if is_next:
+                    path.append(node)
+            one = int(lens[0])
+            nodes = np.array(path)
+            kept = pool.at[0, slots_of(table[1], every, page_size)].set(kv)
+            where = slots_of(table[1], one + np.arange(rows), page_size)
+            noise = jnp.asarray(rng.standard_normal((rows, *kv.shape[1:])), kv.dtype)
+            kept = kept.at[0, where].set(noise.at[nodes].set(kv[one : one + len(path)]))
+            queries = jnp.asarray(rng.standard_normal((batch, rows, *q.shape[1:])), q.dtype)
+            queries = queries.at[0, nodes].set(q[one : one + len(path)])
+            tables = jnp.concatenate([table[1:], jnp.repeat(table[:1], batch - 1, 0)])
+            masks = jnp.asarray(np.broadcast_to(mask, (batch, rows, rows)))
+            out = decode(queries, kept, 0, tables, ints(lens), masks)
+            wanted = expected[one : one + len(path)]
+            assert (np.asarray(out)[0, nodes] == wanted).all(), (batch, rows, residue)
+
+
+def test_kernels_lower_for_cuda():
+    form = {"page_size": 16, "implementation": "pallas"}
+    tree = partial(invariant_tree_attention, **form)
+    prefill = partial(invariant_prefill_attention, **form)
+    ints = partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
+    for heads, kv_heads, dim in HEADS:
+        pool = jax.ShapeDtypeStruct((2, 640, 2, kv_heads, dim), jnp.bfloat16)
+        for batch, rows in ((1, 1), (2, 16), (64, 8)):
+            q = jax.ShapeDtypeStruct((batch, rows, heads, dim), pool.dtype)
+            mask = jax.ShapeDtypeStruct((batch, rows, rows), jnp.bool_) if rows == 16 else None
+            request = ints((batch, 20)), ints((batch,)), mask
+            text = lower_for_cuda(lambda q, pool, *rest: tree(q, pool, 1, *rest), q, pool, *request)
+            names = ("shared", "own") if batch < 64 else ("prefill",)
+            assert all(f"specjax_invariant_{name}" in text for name in names)
+        q = jax.ShapeDtypeStruct((96, heads, dim), pool.dtype)
+        request = ints((2, 20)), ints((2,)), ints((2,))
+        text = lower_for_cuda(lambda q, pool, *rest: prefill(q, pool, 1, *rest), q, pool, *request)
+        assert "specjax_invariant_prefill" in text
