@@ -73,6 +73,7 @@ def engines(
     def replace(kind: type[Engine]) -> None:
         def make(model: str = EngineArgs.model, **options: Any) -> Engine:
             algorithm = EngineArgs(model=model, **options).speculative_algorithm
+            options.pop("enable_deterministic_inference", None)  # a CPU refuses it
             if algorithm in drafts:
                 options = {"speculative_num_steps": 3, **options, "draft": drafts[algorithm]}
             sizes = files.arguments(speculative=False)

@@ -10,18 +10,24 @@ import json
 import os
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import Any
-from urllib.error import HTTPError
+from typing import Any, NamedTuple
+from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
+from specjax.checks import check_integer
+
+# longer than a page of KV, so that the prefix cache takes part
 TASKS = (
-    "Explain {} to a child.",
-    "List ten facts about {}.",
-    "Write a short story in which {} matters.",
-    "Write a Python function that has to do with {}.",
+    "This is about {}. Explain it to a child who has never heard of it. Use short sentences and "
+    "one example from daily life, and say at the end what is still not known about it.",
+    "This is about {}. List ten facts, each in one line with a number. Begin with the best known "
+    "one, and end with one that would surprise most people who know the others.",
+    "This is about {}. Write a short story in which it matters. There are two people, who want "
+    "different things, and in the end both of them get something else.",
+    "This is about {}. Write a Python function that has to do with it, with a docstring and types. "
+    "Then show how it is called, and what it returns for three inputs.",
 )
 TOPICS = "the sea, prime numbers, a lighthouse, bread, the moon, chess, rivers, a clock".split(", ")
 EQUAL, DIFFERENT, NOTHING = 0, 1, 2  # exit status
@@ -43,7 +49,8 @@ def add_audit_parser(commands: Any) -> None:
     add("--plain", metavar="URL2", help=text)
     text = "JSON lines with a prompt each ('prompt', or the first of 'turns'); default: 32 prompts"
     add("--prompts", type=Path, metavar="FILE", help=text)
-    add("--limit", type=int, metavar="N", help="number of prompts to use (default: all)")
+    text = "maximum number of prompts (default: %(default)s)"
+    add("--limit", type=int, default=1000, metavar="N", help=text)
     text = "maximum tokens of a completion (default: %(default)s)"
     add("--max-new-tokens", type=int, default=128, metavar="N", help=text)
     text = "requests in parallel (default: %(default)s)"
@@ -52,8 +59,7 @@ def add_audit_parser(commands: Any) -> None:
     parser.set_defaults(run=run_audit, quiet=True)
 
 
-@dataclass(frozen=True)
-class Question:
+class Question(NamedTuple):
     """A prompt with its sampling parameters."""
 
     text: str
@@ -64,28 +70,26 @@ class Question:
         return "seeded" if "sampling_seed" in self.sampling else "greedy"
 
 
-@dataclass(frozen=True)
-class Server:
-    """A client of ``/generate``."""
+class Client:
+    """Sends questions to the route ``/generate`` of a server."""
 
-    url: str
-    key: str | None
+    def __init__(self, url: str, key: str | None) -> None:
+        self.url = f"{url.rstrip('/')}/generate"
+        self.headers = {"Content-Type": "application/json"}
+        if key:
+            self.headers["Authorization"] = f"Bearer {key}"
 
     def ask(self, question: Question, **sampling: Any) -> dict[str, Any]:
-        """Return the answer: ``output_ids`` and ``meta_info``."""
+        """Return the answer, which has ``output_ids`` and ``meta_info``."""
         body = {"text": question.text, "sampling_params": question.sampling | sampling}
-        headers = {"Content-Type": "application/json"}
-        if self.key:
-            headers["Authorization"] = f"Bearer {self.key}"
-        request = Request(f"{self.url.rstrip('/')}/generate", json.dumps(body).encode(), headers)
         try:
-            with urlopen(request) as response:
-                answer: dict[str, Any] = json.load(response)
+            with urlopen(Request(self.url, json.dumps(body).encode(), self.headers)) as response:
+                answer = json.load(response)
+            return {name: answer[name] for name in ("output_ids", "meta_info")}
         except HTTPError as error:
-            raise ValueError(f"{request.full_url}: {error}: {error.read()[:500]!r}") from error
-        if not isinstance(answer, dict) or "output_ids" not in answer:
-            raise ValueError(f"{request.full_url} did not answer with output_ids: {answer!r:.200}")
-        return answer
+            raise ValueError(f"{self.url}: {error}: {error.read()[:500]!r}") from error
+        except (URLError, json.JSONDecodeError, KeyError, TypeError) as error:
+            raise ValueError(f"{self.url} did not answer as /generate does: {error!r}") from error
 
     def ask_all(
         self, questions: Sequence[Question], parallel: int = 1, **sampling: Any
@@ -96,47 +100,45 @@ class Server:
 
 def run_audit(args: argparse.Namespace, *_: Any) -> int:
     for name in ("max_new_tokens", "parallel", "limit"):
-        if (value := getattr(args, name)) is not None and value < 1:
-            raise ValueError(f"--{name.replace('_', '-')} {value} must be at least 1")
+        check_integer(f"--{name.replace('_', '-')}", getattr(args, name), 1)
     key = args.api_key or os.environ.get("SPECJAX_API_KEY")
-    server, questions = Server(args.url, key), []
+    common = {"max_new_tokens": args.max_new_tokens, "temperature": 0.0}
+    questions = []
     for i, text in enumerate(prompts_of(args.prompts)[: args.limit]):
-        common = {"max_new_tokens": args.max_new_tokens, "temperature": 0.0}
-        questions.append(Question(text, common))
-        questions.append(Question(text, common | {"temperature": 0.8, "sampling_seed": i}))
-    alone = server.ask_all(questions)
-    is_equal = True
-    for label, parallel in (
-        ("alone again", 1),
-        ("among others", args.parallel),
-        ("with a cached prefix", 1),
-    ):
-        answers = server.ask_all(questions, parallel)
-        notes = ""
-        if label == "with a cached prefix":
-            notes = f"; {sum(map(_cached_tokens, answers))} prompt tokens were cached"
-        is_equal &= compare(label, questions, alone, answers, notes)
-    plain = Server(args.plain or args.url, key)
-    # not every server knows this parameter, and one that serves plainly does not need it
+        seeded = common | {"temperature": 0.8, "sampling_seed": i}
+        questions += [Question(text, common), Question(text, seeded)]
+    client = Client(args.url, key)
+    alone = client.ask_all(questions)
+    is_equal = compare("alone again", questions, alone, client.ask_all(questions))
+    answers = client.ask_all(questions, args.parallel)
+    is_equal &= compare("among others", questions, alone, answers)
+    answers = client.ask_all(questions)
+    num_cached = sum(answer["meta_info"].get("cached_tokens") or 0 for answer in answers)
+    notes = f"; {num_cached} prompt tokens were cached"
+    is_equal &= compare("with a cached prefix", questions, alone, answers, notes)
+    # not every server knows this parameter, and one that decodes plainly does not need it
     sampling = {} if args.plain else {"speculative": False}
-    plainly = plain.ask_all(questions, **sampling)
-    if reason := why_not_comparable(alone, plainly, has_switch=not args.plain):
+    plain = Client(args.plain or args.url, key).ask_all(questions, **sampling)
+    if reason := why_not_comparable(alone, plain, has_switch=not args.plain):
         print(f"plain decoding: not tested: {reason}")
         return NOTHING if is_equal else DIFFERENT
-    verifies = sum(answer["meta_info"]["spec_verify_ct"] for answer in alone)
-    notes = f"; {verifies} verify passes"
-    is_equal &= compare("plain decoding", questions, plainly, alone, notes)
+    notes = f"; {sum(answer['meta_info']['spec_verify_ct'] for answer in alone)} verify passes"
+    is_equal &= compare("plain decoding", questions, plain, alone, notes)
     return EQUAL if is_equal else DIFFERENT
 
 
 def prompts_of(path: Path | None) -> list[str]:
     if path is None:
         return [task.format(topic) for topic, task in product(TOPICS, TASKS)]
-    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
+    lines = path.read_text(encoding="utf-8").splitlines()
     try:
-        return [row["prompt"] if "prompt" in row else row["turns"][0] for row in rows]
-    except (KeyError, IndexError, TypeError) as error:
-        raise ValueError(f"{path}: each line needs 'prompt' or 'turns'") from error
+        rows = [json.loads(line) for line in lines if line.strip()]
+        found = [row["prompt"] if "prompt" in row else row["turns"][0] for row in rows]
+    except (KeyError, IndexError, TypeError, json.JSONDecodeError) as error:
+        raise ValueError(f"--prompts {path}: each line needs 'prompt' or 'turns'") from error
+    if not found:
+        raise ValueError(f"--prompts {path} has no prompts")
+    return found
 
 
 def why_not_comparable(
@@ -167,22 +169,15 @@ def compare(
     notes: str = "",
 ) -> bool:
     """Print how many answers are equal, and the first that are not; return whether all are."""
-    counts, total, shown = {"greedy": 0, "seeded": 0}, len(questions) // 2, 0
-    lines = []
+    total, lines = len(questions) // 2, list[str]()
+    counts = {"greedy": 0, "seeded": 0}
     for question, one, other in zip(questions, expected, answers, strict=True):
         first, second = one["output_ids"], other["output_ids"]
-        if first == second:
-            counts[question.kind] += 1
-        elif shown < SHOWN:
-            shown += 1
-            pairs = zip(first, second, strict=False)
+        counts[question.kind] += first == second
+        if first != second and len(lines) < SHOWN:
             shorter = min(len(first), len(second))
-            at = next((i for i, (a, b) in enumerate(pairs) if a != b), shorter)
+            at = next((i for i in range(shorter) if first[i] != second[i]), shorter)
             lines.append(f"  {question.kind}, from token {at} on: {question.text[:60]!r}")
     equal = ", ".join(f"{count} of {total} {kind}" for kind, count in counts.items())
     print(f"{label}: equal: {equal}{notes}", *lines, sep="\n", flush=True)
     return sum(counts.values()) == len(questions)
-
-
-def _cached_tokens(answer: dict[str, Any]) -> int:
-    return int(answer["meta_info"].get("cached_tokens", 0))

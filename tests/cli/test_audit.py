@@ -123,4 +123,9 @@ def test_bad_input_is_refused(
     path.write_text('{"question": "?"}\n')
     assert main(["audit", "http://127.0.0.1:9", "--prompts", str(path)]) == 2
     assert "each line needs 'prompt' or 'turns'" in capsys.readouterr().err
+    path.write_text("\n")
+    assert main(["audit", "http://127.0.0.1:9", "--prompts", str(path)]) == 2
+    assert "has no prompts" in capsys.readouterr().err
+    assert main(["audit", "http://127.0.0.1:9"]) == 2
+    assert "http://127.0.0.1:9/generate did not answer" in capsys.readouterr().err
     assert len(set(prompts_of(None))) == 32
