@@ -24,7 +24,15 @@ def rms_norm(x: Array, scale: Array, eps: float) -> Array:
 
 def whole(x: Array, ndim: int, dtype: jnp.dtype) -> Array:
     """``x``, or the sum of its partial sums if it has one axis more than ``ndim``."""
-    return x if x.ndim == ndim else jnp.sum(x, axis=0).astype(dtype)
+    return x if x.ndim == ndim else ordered_sum(x).astype(dtype)
+
+
+def ordered_sum(sums: Array) -> Array:
+    """Add up partial sums ``[P, ...]`` in ascending order, whatever their shape."""
+    total = sums[0]
+    for part in sums[1:]:
+        total = total + part
+    return total
 
 
 def _reference(x: Array, delta: Array, scale: Array, eps: float) -> tuple[Array, Array]:

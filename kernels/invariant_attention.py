@@ -18,16 +18,18 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
-from specjax.kernels.backend import power_of_two, resolve, takes_head_dim, triton_call
+from specjax.kernels.backend import power_of_two, resolve, triton_call
 from specjax.kernels.prefill_attention import tile_map
 from specjax.kernels.tree_attention import LOG2E, NEGATIVE, check_heads, row_dot
 
 BLOCK = 128  # keys per block; other values give other bits
 MIN_ROWS, MAX_ROWS = 16, 64
+HEAD_DIMS = (16, 32, 64, 128)  # at 256, a block does not fit into shared memory
 # Programs, of 16 rows, from which on one program adds up all blocks of its rows. With fewer, each
 # block has its own program, and its sums are stored.
 ENOUGH_PROGRAMS = 128
 KEPT_PER_STEP = 4  # stored sums that are loaded at the same time
+MOST_SHARES = 64  # programs that share the blocks of a request, which may have 1,024 of them
 Sums = tuple[Array, Array, Array]  # highest score, sum of weights, sum of weighted values
 
 
@@ -88,32 +90,43 @@ def specjax_invariant_shared(
 ) -> None:
     """Kernel body: blocks before ``seq_len``, which all rows of a request see.
 
-    One program per (request and KV head, block or all blocks, tile of query rows).
+    One program per (request and KV head, share of the blocks, tile of query rows). If there is room
+    for one result, it is the sum of all blocks. Otherwise, each block has one, which is not written
+    for blocks after ``seq_len``.
     """
     rows, heads = q_ref.shape[1:3]
     kv_heads, num_kept = pool_ref.shape[3], best_ref.shape[2]
     group = heads // kv_heads
     request, head = pl.program_id(0) // kv_heads, pl.program_id(0) % kv_heads
-    kept, tile = pl.program_id(1), pl.program_id(2)
+    share, num_shares, tile = pl.program_id(1), pl.num_programs(1), pl.program_id(2)
     # rows after the last one repeat the first ones: they store the same values to the same places
     row = (tile * block_rows + jnp.arange(block_rows, dtype=jnp.int32)) % (rows * group)
     layer, num_blocks = layer_ref[0], lens_ref[request] // BLOCK
-    first = 0 if num_kept == 1 else kept
-    last = num_blocks if num_kept == 1 else jnp.minimum(kept + 1, num_blocks)
 
-    @pl.when(first < last)
+    @pl.when(share < num_blocks)
     def _() -> None:
         q = q_ref[request, row // group, head * group + row % group, :]
+        nothing = _nothing(block_rows, q.shape[1])
 
-        def step(i: Array, sums: Sums) -> Sums:
+        def add_block(i: Array, sums: Sums) -> Sums:
             key = i * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)
             k, v = _load(pool_ref, layer, table_ref, request, head, key, page_size)
             return _add(sums, _block(q, k, v, scale, None), scale)
 
-        best, total, mixed = jax.lax.fori_loop(first, last, step, _nothing(block_rows, q.shape[1]))
-        best_ref[request, head, kept, row] = best
-        total_ref[request, head, kept, row] = total
-        mixed_ref[request, head, kept, row, :] = mixed
+        def keep(kept: Any, sums: Sums) -> None:
+            best_ref[request, head, kept, row], total_ref[request, head, kept, row] = sums[:2]
+            mixed_ref[request, head, kept, row, :] = sums[2]
+
+        def keep_block(j: Array, done: Array) -> Array:
+            i = share + j * num_shares
+            keep(i, add_block(i, nothing))
+            return done
+
+        if num_kept == 1:
+            keep(0, jax.lax.fori_loop(0, num_blocks, add_block, nothing))
+        else:
+            count = pl.cdiv(num_blocks - share, num_shares)
+            jax.lax.fori_loop(0, count, keep_block, jnp.int32(0))
 
 
 def specjax_invariant_own(
@@ -231,10 +244,10 @@ def _paths(tree_mask: Array) -> tuple[Array, Array]:
 def _check(q: Array, pool: Array, ndim: int) -> None:
     check_heads(q, pool, ndim)
     group, dim = q.shape[-2] // pool.shape[3], q.shape[-1]
-    if not takes_head_dim(dim) or group > MAX_ROWS:
+    if dim not in HEAD_DIMS or group > MAX_ROWS:
         raise NotImplementedError(
-            f"deterministic attention supports head dims of powers of two from 16 to 256 (got "
-            f"{dim}) and at most {MAX_ROWS} query heads per KV head (got {group})"
+            f"deterministic attention supports head dims of {HEAD_DIMS} (got {dim}) and at most "
+            f"{MAX_ROWS} query heads per KV head (got {group})"
         )
 
 
@@ -284,7 +297,7 @@ def invariant_tree_attention(
     kept = (batch, kv_heads, num_kept, num_rows)
     sums = triton_call(
         partial(specjax_invariant_shared, block_rows=block_rows, **form),
-        grid=(batch * kv_heads, num_kept, num_tiles),
+        grid=(batch * kv_heads, min(num_kept, MOST_SHARES), num_tiles),
         out_shape=tuple(
             jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (kept, kept, (*kept, dim))
         ),

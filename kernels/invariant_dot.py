@@ -161,11 +161,3 @@ def invariant_dot(
         num_stages=tiles.num_stages,
         implementation=implementation,
     )(x, kernel)
-
-
-def ordered_sum(sums: Array) -> Array:
-    """Add up partial sums f32 ``[P, ...]`` in ascending order."""
-    total = sums[0]
-    for part in sums[1:]:
-        total = total + part
-    return total

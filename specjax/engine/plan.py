@@ -14,7 +14,7 @@ from specjax.checkpoints.tensors import Checkpoint
 from specjax.config import ModelConfig
 from specjax.disaggregation.decode import TRANSIT_TOKENS
 from specjax.engine.args import EngineArgs
-from specjax.kernels.backend import takes_head_dim
+from specjax.kernels.invariant_attention import HEAD_DIMS, MAX_ROWS
 from specjax.kv.budget import KVWrites
 from specjax.kv.pages import ATTENTION_OPTIONS
 from specjax.metrics import METRICS, Totals
@@ -119,8 +119,11 @@ def check_deterministic(config: ModelConfig, placement: Placement) -> None:
         reason = "needs a GPU"
     elif config.dtype != "bfloat16":
         reason = f"needs dtype='bfloat16'; the model has {config.dtype}"
-    elif not takes_head_dim(config.head_dim):
-        reason = f"needs a head dim that is a power of two from 16 to 256, not {config.head_dim}"
+    elif config.head_dim not in HEAD_DIMS:
+        reason = f"needs a head dim of {' or '.join(map(str, HEAD_DIMS))}, not {config.head_dim}"
+    elif config.num_heads > MAX_ROWS * config.num_kv_heads:
+        heads = f"num_heads={config.num_heads} and num_key_value_heads={config.num_kv_heads}"
+        reason = f"needs at most {MAX_ROWS} query heads per KV head, not {heads}"
     elif config.hidden_size % 16 or config.intermediate_size % 16:
         reason = (
             f"needs multiples of 16 as hidden_size={config.hidden_size} and "

@@ -18,9 +18,8 @@ from flax import nnx
 from jax import Array
 
 from specjax.config import Dtypes, Rope, TransformerConfig
-from specjax.kernels.add_norm import add_norm, rms_norm, whole
+from specjax.kernels.add_norm import add_norm, ordered_sum, rms_norm, whole
 from specjax.kernels.backend import INVARIANT, resolve
-from specjax.kernels.invariant_dot import ordered_sum
 from specjax.kernels.rope_store import Norms, normed, rotate
 from specjax.models.weights import (
     dot,

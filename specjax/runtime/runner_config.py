@@ -11,6 +11,8 @@ import jax
 
 from specjax.config import TransformerConfig
 from specjax.kernels.backend import resolve
+from specjax.kernels.invariant_attention import BLOCK, ENOUGH_PROGRAMS
+from specjax.kernels.invariant_dot import num_parts
 from specjax.kv.budget import KVWrites
 from specjax.models.flat import Networks
 from specjax.sampling.accept_draws import COUPLED, Acceptance
@@ -234,7 +236,23 @@ def temporary_bytes(model: TransformerConfig, config: RunnerConfig, num_features
     """
     prefills = (_prefill_bytes(model, config, n, num_features) for n in config.prefill_buckets)
     rounds = (_round_bytes(model, config, *pair, num_features) for pair in config.rounds)
-    return PARTIAL_SUMS + max((*prefills, *rounds))
+    total = PARTIAL_SUMS + max((*prefills, *rounds))
+    return total + _deterministic_bytes(model, config) if config.deterministic else total
+
+
+def _deterministic_bytes(model: TransformerConfig, config: RunnerConfig) -> int:
+    """Float32 partial sums of one product of a prefill, and attention's of one layer of a round."""
+    size, inner = model.hidden_size, model.intermediate_size
+    heads = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
+    sums = max(num_parts(a, b) * b for a, b in ((size, heads), (size, size), (inner, size)))
+    rows = (
+        batch * shape.nodes * model.num_heads
+        for shape, batch in config.rounds
+        if batch * model.num_kv_heads < ENOUGH_PROGRAMS
+    )
+    kept = max(rows, default=0)
+    blocks = config.context // BLOCK + 1
+    return 4 * (config.prefill_buckets[-1] * sums + kept * blocks * (model.head_dim + 2))
 
 
 def _activations(model: TransformerConfig, rows: int, num_features: int) -> int:

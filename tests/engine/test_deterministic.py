@@ -19,7 +19,7 @@ from specjax.engine.requests import DEFAULT_SEED
 from specjax.models.flat import Placement
 from specjax.runtime.runner import ModelRunner
 from specjax.testing import Files, write_model
-from specjax.types import DraftShape
+from specjax.types import NO_DRAFTS, DraftShape
 from tests.kernels.lowering import lower_for_cuda
 from tests.runners import EAGLE3, TARGET, algorithm_of, runner_config
 
@@ -40,7 +40,11 @@ def test_a_cpu_is_refused(files: Files) -> None:
     ("changes", "reason"),
     [
         ({"dtype": "float32"}, "needs dtype='bfloat16'; the model has float32"),
-        ({"head_dim": 80}, "needs a head dim that is a power of two from 16 to 256, not 80"),
+        ({"head_dim": 256}, "needs a head dim of 16 or 32 or 64 or 128, not 256"),
+        (
+            {"num_heads": 130, "num_kv_heads": 2},
+            "needs at most 64 query heads per KV head, not num",
+        ),
         ({"intermediate_size": 1000}, "needs multiples of 16 as hidden_size=4096 and inter"),
     ],
 )
@@ -68,7 +72,7 @@ def test_sides_with_different_modes_are_refused() -> None:
 
 @pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
 def test_no_product_of_the_target_is_left_to_xla(shape: DraftShape) -> None:
-    """XLA's products are those of the draft, as many as in the default mode."""
+    """All products that are left are the draft's; plain decoding has none."""
     models = [replace(one, head_dim=16) for one in (TARGET, EAGLE3)]
     counts = {}
     for mode in (False, True):
@@ -89,6 +93,16 @@ def test_no_product_of_the_target_is_left_to_xla(shape: DraftShape) -> None:
         assert ("specjax_invariant_own" in text) is mode
         counts[mode] = text.count("stablehlo.dot_general")
     assert counts[True] < counts[False]
+    config = runner_config(
+        algorithm=algorithm_of(None),
+        shapes=(NO_DRAFTS,),
+        implementation="pallas",
+        deterministic=True,
+    )
+    networks = config.algorithm.networks(models[0], implementation="pallas", deterministic=True)
+    for key, function, arguments, _ in ModelRunner(networks, config)._functions().jobs():
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arguments)
+        assert "stablehlo.dot_general" not in lower_for_cuda(function, *shapes), key
 
 
 @pytest.mark.gpu
@@ -105,6 +119,7 @@ class TestOnGpu:
         num_kv_heads=2,
         head_dim=64,
         qk_norm=True,
+        tie_word_embeddings=True,
         max_position_embeddings=4096,
         dtype="bfloat16",
     )
@@ -125,9 +140,14 @@ class TestOnGpu:
     def jobs(self) -> tuple[list[list[int]], list[dict[str, Any]]]:
         rng = np.random.default_rng(0)
         prompts = [rng.integers(0, 512, n).tolist() for n in rng.integers(3, 600, 16)]
-        heats = [0.0, 0.8] * 8
         common = {"max_new_tokens": 100, "ignore_eos": True}
-        return prompts, [common | {"temperature": heat} for heat in heats]
+        kinds: list[dict[str, Any]] = [
+            {"temperature": 0.0},
+            {"temperature": 0.8},
+            {"temperature": 0.9, "top_p": 0.9, "top_k": 40},
+            {"temperature": 0.7, "min_p": 0.02, "repetition_penalty": 1.2},
+        ]
+        return prompts, [common | kind for kind in kinds * 4]
 
     @pytest.fixture(scope="class")
     def expected(self, plain: Engine, jobs: Any) -> list[Any]:

@@ -156,3 +156,34 @@ def test_bad_shapes():
         rope_store(q, k, v, cos, sin, pool, 0, slots[:, :1])
     with pytest.raises(ValueError, match=r"norms \[\(16,\), \(8,\)\]: expected"):
         rope_store(q, k, v, cos, sin, pool, 0, slots, norms=(jnp.ones(16), jnp.ones(8), EPS))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("has_norms", [False, True])
+def test_bits_do_not_depend_on_the_number_of_tokens(has_norms):
+    """With ``"invariant"``; one token alone, and everywhere among up to 8,192 others."""
+    heads, kv_heads, dim, tokens = 8, 2, 128, 8192
+    rng = np.random.default_rng(0)
+    q, k, v = (
+        jnp.asarray(rng.standard_normal((2, 1, tokens, n, dim)), jnp.float32)
+        for n in (heads, kv_heads, kv_heads)
+    )
+    angles = jnp.asarray(rng.uniform(0, 6, (1, tokens, 1, dim // 2)), jnp.float32)
+    scale = jnp.asarray(rng.standard_normal(dim), jnp.bfloat16)
+    norms = (scale, scale, 1e-6) if has_norms else None
+    call = jax.jit(
+        lambda q, k, v, angles, pool, slots: rope_store(
+            *(q, k, v, jnp.cos(angles), jnp.sin(angles), pool, 0, slots),
+            norms=norms,
+            implementation="invariant",
+        )
+    )
+    pool = jnp.zeros((1, tokens, 2, kv_heads, dim), jnp.bfloat16)
+    slots = jnp.arange(tokens, dtype=jnp.int32)[None]
+    rotated, stored = call(q, k, v, angles, pool, slots)
+    for first, count in ((0, 1), (5, 3), (100, 64), (1000, 500), (4000, 4096)):
+        own = slice(first, first + count)
+        part = (q[:, :, own], k[:, :, own], v[:, :, own], angles[:, own])
+        alone, kept = call(*part, pool, slots[:, own])
+        assert bool((alone == rotated[:, own]).all())
+        assert bool((kept[:, own] == stored[:, own]).all())
