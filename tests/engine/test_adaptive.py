@@ -232,6 +232,7 @@ def test_the_start_line_suggests_drafts_unless_plain_decoding_was_chosen(files, 
     assert ("for drafts set draft" in line) == hints
 
 
+@pytest.mark.slow
 def test_packed_rounds_give_plain_texts_and_learn(files, plain_ids, monkeypatch, caplog):
     """The budget policy also runs 5 of 8 of the deepest tier's rows, shared out by survival."""
     tiers = (*chains(0, 7), DraftShape(7, 1, 8, packed=5))

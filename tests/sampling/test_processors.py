@@ -142,6 +142,7 @@ SAMPLED = SamplingParams(temperature=0.8, max_new_tokens=40, ignore_eos=True)
 KINDS = [replace(SAMPLED, temperature=0.0), SAMPLED, replace(SAMPLED, presence_penalty=0.7)]
 
 
+@pytest.mark.slow
 def test_state_follows_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
     """With drafts, few pages, chunked prompts and prompts in the prefix cache."""
     monkeypatch.setattr(processors, "PROCESSORS", (Remainders(), *processors.PROCESSORS))

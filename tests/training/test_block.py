@@ -66,7 +66,9 @@ def test_the_last_feature_is_the_deepest(tiny, count):
     assert layers == {3: (-1, 0, 1), 4: (0, 1, 1), 5: (1, 1, 1), 8: (1, 3, 4)}[count]
 
 
-@pytest.mark.parametrize("kind", ["reduced", "whole", "dflash", "rnn"])
+@pytest.mark.parametrize(
+    "kind", [pytest.param("reduced", marks=pytest.mark.slow), "whole", "dflash", "rnn"]
+)
 def test_loss_equals_one_block_at_a_time(tiny, corpus, kind, monkeypatch):
     monkeypatch.setattr(training, "BLOCKS_AT_ONCE", 16)
     monkeypatch.setattr(training, "GROUP", 5)

@@ -91,6 +91,7 @@ def generated(monkeypatch) -> list[str]:
     return calls
 
 
+@pytest.mark.slow
 def test_generated_text_survives_a_later_failure(
     main, model_directory, tmp_path, capsys, generated
 ):
