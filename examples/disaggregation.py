@@ -43,7 +43,10 @@ def main() -> None:
     parser.add_argument("prompt", nargs="?", default="The sky is blue because")
     parser.add_argument("--address", default="127.0.0.1:8998", help="host:port of the prefill side")
     args = parser.parse_args()
-    prefill(args.address) if args.side == "prefill" else decode(args.address, args.prompt)
+    if args.side == "prefill":
+        prefill(args.address)
+    else:
+        decode(args.address, args.prompt)
 
 
 if __name__ == "__main__":

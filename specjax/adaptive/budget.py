@@ -19,6 +19,7 @@ from specjax.types import NO_DRAFTS, DraftShape
 
 ByTier = Mapping[DraftShape, float]
 
+YIELD_WINDOW = 64.0  # number of decisions over which the yield of packed rounds is forgotten
 WINDOW = 16.0  # number of rounds over which the weight of old counts falls to 1/e
 # A round this many standard deviations from the estimate shows that acceptance has changed. Old
 # rounds then keep the second weight. Only batches of several requests are large enough for this.
@@ -131,7 +132,7 @@ class BudgetPolicy:
         if self.chosen in candidates and self._bucket in (None, bucket):
             return self.chosen
         times = self._times(candidates, bucket, record.context)
-        return self._best(self._rates(times, bucket, record), times)
+        return self._best(self._rates(times, bucket, record)[0], times)
 
     def on_verify_complete(
         self,
@@ -179,10 +180,13 @@ class BudgetPolicy:
             if tier.packed and expected > 1.0:
                 found = self.packed_yield * total / (rows * (expected - 1.0))
                 self.packed_yield += (min(found, MOST_RATIO) - self.packed_yield) / WINDOW
+        if not tier.packed:  # what was realised before acceptance changed is forgotten
+            self.packed_yield += (1.0 - self.packed_yield) / YIELD_WINDOW
         self.estimates.observe(accepted, proposed, rounds)
         candidates = self._candidates(batch_size)
         times = self._times({*candidates, tier}, bucket, record.context)
-        rates = self._rates({one: times[one] for one in candidates}, bucket, record)
+        rated = {one: times[one] for one in candidates}
+        rates, self._expected = self._rates(rated, bucket, record)
         tokens = 1.0 + record.share * total / rows
         self._account(rates, times, tokens, tier, rows, rounds)
         best = self._best(rates, times)
@@ -226,18 +230,23 @@ class BudgetPolicy:
     def _times(self, tiers: Iterable[DraftShape], bucket: int, context: float) -> ByTier:
         return {tier: self.table.seconds(tier, bucket, context) for tier in tiers}
 
-    def _rates(self, times: ByTier, bucket: int, record: RoundRecord) -> ByTier:
-        """Expected tokens per second of each tier, on average over all live requests."""
+    def _rates(
+        self, times: ByTier, bucket: int, record: RoundRecord
+    ) -> tuple[ByTier, dict[DraftShape, float]]:
+        """Expected tokens per second of each tier, for all live requests on average.
+
+        Also return the expected tokens per round of a request with drafts.
+        """
         tokens = expected_tokens(self.estimates.acceptance(self.chosen.depth))
-        rates, self._expected = {}, {}
+        rates, expected = {}, {}
         for tier, seconds in times.items():
             depth, _ = self._depths[tier]
             gain = tokens[depth] - 1.0
             if depth and (tier.packed or self.chosen.packed):
                 gain = self._survivors(tier, bucket, record, None if self.chosen.packed else gain)
             rates[tier] = (1.0 + record.share * gain) / seconds
-            self._expected[tier] = 1.0 + gain
-        return rates
+            expected[tier] = 1.0 + gain
+        return rates, expected
 
     def _survivors(
         self, tier: DraftShape, bucket: int, record: RoundRecord, unpacked: float | None

@@ -11,7 +11,8 @@ from specjax.types import DraftShape
 CONTEXTS = (512, 4096)
 # Served rounds differ from measured ones, by up to 20 % on an H200: under a constant load its power
 # limit lowers the clock, which slows down rounds of many rows. A tier's ratio of the two follows
-# the last rounds in this tier, and slowly also those in other tiers of the same bucket.
+# the last rounds in this tier, and slowly also those in other tiers of the same bucket. But if
+# rounds are slow, this says nothing about rounds of fewer rows, which may not be slow.
 OWN_ROUNDS, OTHER_ROUNDS, MOST_RATIO = 8.0, 256.0, 2.0
 MOST_CHANGE = 1.25  # a single round that took longer or shorter counts as this much
 Seconds = Mapping[tuple[DraftShape, int], float | list[float]]
@@ -82,5 +83,6 @@ class CostTable:
         found = min(max(found, 1.0 / MOST_RATIO), MOST_RATIO)
         own = ratios[tier] + (found - ratios[tier]) / OWN_ROUNDS
         for other, ratio in ratios.items():
-            ratios[other] = ratio + (own - ratio) / OTHER_ROUNDS
+            if own < ratio or (other.steps >= tier.steps and other.verified >= tier.verified):
+                ratios[other] = ratio + (own - ratio) / OTHER_ROUNDS
         ratios[tier] = own

@@ -33,7 +33,8 @@ class RoundRecord(NamedTuple):
     share: float = 1.0  # of the live requests, those that draft; others verify only their root
     # f32 [N, D], the drafter's probability of the draft that was tried at each depth, 0 if none was
     confidences: Sequence[Sequence[float]] | np.ndarray = ()
-    seconds: float = 0.0  # time of the round, if it was dispatched during the one before; else 0
+    # time since the result before, if the round was already dispatched when that was read; else 0
+    seconds: float = 0.0
 
 
 NO_RECORD = RoundRecord()

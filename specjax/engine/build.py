@@ -34,7 +34,7 @@ from specjax.types import DraftShape
 logger = logging.getLogger(__name__)
 
 ROUND_SECONDS = "round_seconds"
-# round times are medians of stretches of this many dispatches: 3 s for six buckets (8B, H200)
+# round times are medians over stretches of this many dispatches: 3 s for six buckets (8B, H200)
 STRETCHES, DISPATCHES = 2, 3
 GREEDY = SamplingParams(temperature=0.0)
 

@@ -64,7 +64,9 @@ class InFlight:
         self._metrics = metrics
         self._controller = controller
         self._clock = clock
-        # when the oldest call in the queue started, if it has rounds and was waiting for the device
+        # when the result before the oldest call was read, if the call has rounds and was dispatched
+        # before; from then on, its rounds take the time until its own result, also if that is the
+        # host's time
         self._started: float | None = None
         # rows, result, padded batch size (if rounds), pieces (if prefill)
         self._queue: deque[

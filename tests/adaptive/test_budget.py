@@ -247,7 +247,7 @@ def test_requests_without_drafts_take_a_row_and_gain_nothing() -> None:
         kept = policy.survival.survivors(known, drafts, 3)
         kept /= policy.survival.survivors(known, 3 * len(known), 3)
         assert (kept < 1) == (drafts < 3 * len(known))
-        rates = policy._rates(policy._times(policy.tiers, 8, 0.0), 8, record)
+        rates, _ = policy._rates(policy._times(policy.tiers, 8, 0.0), 8, record)
         assert rates == pytest.approx(
             {
                 chain(0): 1.0,

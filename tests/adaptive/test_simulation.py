@@ -206,3 +206,27 @@ def test_expected_tokens_of_packed_rounds_are_realised() -> None:
     assert policy.chosen == packed
     expected, realised = policy.expected_tokens - before[0], policy.realised_tokens - before[1]
     assert expected == pytest.approx(realised, rel=0.02)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_packed_rounds_return_after_bad_acceptance(seed: int) -> None:
+    """The last packed rounds before a change realise too little, which says nothing about later."""
+    packed = DraftShape.chain(7)._replace(packed=5)
+    times = {(DraftShape.chain(k), 32): ms for k, ms in {0: 5.5, 1: 6.0, 3: 6.8, 7: 8.9}.items()}
+    times = {pair: 1e-3 * ms for pair, ms in (times | {(packed, 32): 7.4}).items()}
+    policy, mixed, bad = BudgetPolicy(times, 7), [0.9, 0.3] * 16, [0.05] * 32
+    first, _, *later = simulate_batch(policy, [mixed, bad, mixed, mixed], times, seed=seed)
+    assert policy.chosen == packed
+    assert min(stretch.rate for stretch in later) > 0.96 * first.rate
+
+
+@pytest.mark.parametrize("slowdown", [1.11, 1.2])
+def test_slow_rounds_of_many_rows_do_not_make_plain_ones_look_slow(slowdown: float) -> None:
+    """Drafts pay off for a long time, and then slightly less than plain decoding."""
+    measured = {(DraftShape.chain(k), 64): 1e-3 * ms for k, ms in {0: 7.2, 7: 17.5}.items()}
+    real = {pair: s * (slowdown if pair[0].steps else 1.0) for pair, s in measured.items()}
+    policy = BudgetPolicy(measured, 7, {"candidate_steps": [0, 7]})
+    stretches = [[0.95] * 64, [0.62] * 64, [0.62] * 64]
+    rates = simulate_batch(policy, stretches, real, seconds=8.0, is_timed=True)
+    plain = simulate_batch(DraftShape.chain(0), [[0.62] * 64], real)[0].rate
+    assert rates[-1].rate > 0.98 * plain
