@@ -384,6 +384,8 @@ def test_sockets_between_the_sides(pair, texts):
     assert pair._peer is not None
     pair._peer.close()
     prefill = pair.prefill
+    # each side learns it in its own thread, and must not take the old peer for the new one
+    wait_for(lambda: not pair.peer_connected and not prefill.peer_connected)
     server = PrefillServer("127.0.0.1:0", "", prefill._side)
     peer = RemotePeer(server.address, "", pair._side)
     try:
