@@ -20,7 +20,14 @@ from jax import Array
 from jax.experimental import pallas as pl
 from specjax.kernels.backend import power_of_two, resolve, triton_call
 from specjax.kernels.prefill_attention import tile_map
-from specjax.kernels.tree_attention import LOG2E, NEGATIVE, check_heads, row_dot
+from specjax.kernels.tree_attention import (
+    LOG2E,
+    NEGATIVE,
+    check_heads,
+    empty_sums,
+    load_kv,
+    row_dot,
+)
 
 BLOCK = 128  # keys per block; other values give other bits
 MIN_ROWS, MAX_ROWS = 16, 64
@@ -31,11 +38,6 @@ ENOUGH_PROGRAMS = 128
 KEPT_PER_STEP = 4  # stored sums that are loaded at the same time
 MOST_SHARES = 64  # programs that share the blocks of a request, which may have 1,024 of them
 Sums = tuple[Array, Array, Array]  # highest score, sum of weights, sum of weighted values
-
-
-def _nothing(rows: int, dim: int) -> Sums:
-    lowest = jnp.full((rows,), NEGATIVE, jnp.float32)
-    return lowest, jnp.zeros((rows,), jnp.float32), jnp.zeros((rows, dim), jnp.float32)
 
 
 def _block(q: Array, k: Array, v: Array, scale: float, visible: Array | None) -> Sums:
@@ -62,16 +64,6 @@ def _add(one: Sums, two: Sums, scale: float) -> Sums:
     is_higher, decay = is_higher[:, None], decay[:, None]
     mixed = jnp.where(is_higher, two[2], one[2]) + jnp.where(is_higher, one[2], two[2]) * decay
     return best, total, mixed
-
-
-def _load(
-    pool_ref: Any, layer: Array, table_ref: Any, request: Array, head: Array, key: Array, size: int
-) -> tuple[Array, Array]:
-    """Keys and values ``[C, H]`` at positions ``key [C]`` of a request; ``size`` is the page's."""
-    pages = table_ref.shape[1]
-    page = table_ref[request, jnp.minimum(key // size, pages - 1)]
-    slot = jnp.where(key // size < pages, page, 0) * size + key % size
-    return pool_ref[layer, slot, 0, head, :], pool_ref[layer, slot, 1, head, :]
 
 
 def specjax_invariant_shared(
@@ -106,11 +98,11 @@ def specjax_invariant_shared(
     @pl.when(share < num_blocks)
     def _() -> None:
         q = q_ref[request, row // group, head * group + row % group, :]
-        nothing = _nothing(block_rows, q.shape[1])
+        nothing = empty_sums(block_rows, q.shape[1])
 
         def add_block(i: Array, sums: Sums) -> Sums:
             key = i * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)
-            k, v = _load(pool_ref, layer, table_ref, request, head, key, page_size)
+            k, v = load_kv(pool_ref, layer, table_ref, request, head, key, page_size)
             return _add(sums, _block(q, k, v, scale, None), scale)
 
         def keep(kept: Any, sums: Sums) -> None:
@@ -179,10 +171,10 @@ def specjax_invariant_own(
         if path_refs:
             new = path_refs[1][request, token, jnp.maximum(key - seq_len, 0)]
             key = jnp.where(key < seq_len, key, seq_len + new)
-        k, v = _load(pool_ref, layer, table_ref, request, head, key, page_size)
+        k, v = load_kv(pool_ref, layer, table_ref, request, head, key, page_size)
         return _add(sums, _block(q, k, v, scale, (position < end)[None, :]), scale)
 
-    sums = _nothing(block_rows, q.shape[1])
+    sums = empty_sums(block_rows, q.shape[1])
     sums = jax.lax.fori_loop(0, pl.cdiv(num_sums, KEPT_PER_STEP), add_kept, sums)
     _, total, mixed = jax.lax.fori_loop(shared, pl.cdiv(end, BLOCK), step, sums)
     out_ref[request, token, head * group + member, :] = (mixed / total[:, None]).astype(q.dtype)
@@ -217,11 +209,11 @@ def specjax_invariant_prefill(
         def step(i: Array, sums: Sums, *, is_masked: bool) -> Sums:
             position = i * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)
             key = jnp.minimum(position, end - 1) if is_masked else position
-            k, v = _load(pool_ref, layer, table_ref, segment, head, key, page_size)
+            k, v = load_kv(pool_ref, layer, table_ref, segment, head, key, page_size)
             visible = (position - begin)[None, :] <= token[:, None] if is_masked else None
             return _add(sums, _block(q, k, v, scale, visible), scale)
 
-        sums = _nothing(block_rows, q.shape[1])
+        sums = empty_sums(block_rows, q.shape[1])
         # the first token of the tile sees all keys in these blocks
         whole = jnp.maximum(begin + 1, 0) // BLOCK
         sums = jax.lax.fori_loop(0, whole, partial(step, is_masked=False), sums)

@@ -17,7 +17,14 @@ import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
 from specjax.kernels.backend import resolve, takes_head_dim, triton_call
-from specjax.kernels.tree_attention import LOG2E, NEGATIVE, check_heads, row_dot, tree_attention
+from specjax.kernels.tree_attention import (
+    LOG2E,
+    NEGATIVE,
+    check_heads,
+    empty_sums,
+    row_dot,
+    tree_attention,
+)
 
 
 def running_sums(counts: Array) -> Array:
@@ -143,11 +150,7 @@ def specjax_prefill_attention(
             mixed = mixed * decay[:, None] + row_dot(weights.astype(v.dtype), v, transpose=False)
             return new_best, weight * decay + jnp.sum(weights, axis=1), mixed
 
-        carry = (
-            jnp.full((tiles.block_rows,), NEGATIVE, jnp.float32),
-            jnp.zeros((tiles.block_rows,), jnp.float32),
-            jnp.zeros((tiles.block_rows, q.shape[1]), jnp.float32),
-        )
+        carry = empty_sums(tiles.block_rows, q.shape[1])
         # the first token of the tile sees all keys in these blocks
         unmasked = jnp.maximum(first_position + 1, 0) // tiles.block_keys
         blocks = (total + tiles.block_keys - 1) // tiles.block_keys

@@ -176,6 +176,22 @@ def _mask_words(tree_mask: Array) -> Array:
     return jax.lax.bitcast_convert_type(words, jnp.int32)
 
 
+def empty_sums(rows: int, dim: int) -> tuple[Array, Array, Array]:
+    """Highest score, sum of weights, and sum of weighted values of each row, over no keys."""
+    lowest = jnp.full((rows,), NEGATIVE, jnp.float32)
+    return lowest, jnp.zeros((rows,), jnp.float32), jnp.zeros((rows, dim), jnp.float32)
+
+
+def load_kv(
+    pool_ref: Any, layer: Array, table_ref: Any, request: Array, head: Array, key: Array, size: int
+) -> tuple[Array, Array]:
+    """Keys and values ``[C, H]`` at positions ``key [C]`` of a request; ``size`` is the page's."""
+    pages = table_ref.shape[1]
+    page = table_ref[request, jnp.minimum(key // size, pages - 1)]
+    slot = jnp.where(key // size < pages, page, 0) * size + key % size
+    return pool_ref[layer, slot, 0, head, :], pool_ref[layer, slot, 1, head, :]
+
+
 def specjax_tree_attention(
     layer_ref: Any,
     table_ref: Any,
@@ -193,7 +209,7 @@ def specjax_tree_attention(
     num_outputs = 1 if tiles.num_splits == 1 else 3
     words_ref, (out_ref, *partial_refs) = refs[:-num_outputs], refs[-num_outputs:]
     rows, heads = q_ref.shape[1:3]
-    pages, kv_heads = table_ref.shape[1], pool_ref.shape[3]
+    kv_heads = pool_ref.shape[3]
     group = heads // kv_heads
     layer = layer_ref[0]
     request, head = pl.program_id(0) // kv_heads, pl.program_id(0) % kv_heads
@@ -226,11 +242,7 @@ def specjax_tree_attention(
         position = i * tiles.block_keys + jnp.arange(tiles.block_keys)
         # past the end, read the last key again and mask its score; the load needs no mask
         key = jnp.minimum(position, total - 1)
-        page = table_ref[request, jnp.minimum(key // page_size, pages - 1)]
-        page = jnp.where(key // page_size < pages, page, 0)
-        slot = page * page_size + key % page_size
-        k = pool_ref[layer, slot, 0, head, :]
-        v = pool_ref[layer, slot, 1, head, :]
+        k, v = load_kv(pool_ref, layer, table_ref, request, head, key, page_size)
         scores = row_dot(q, k, transpose=True) * (scale * LOG2E)
         offset = position - seq_len
         if words:
@@ -251,11 +263,7 @@ def specjax_tree_attention(
         mixed = mixed * decay[:, None] + row_dot(weights.astype(v.dtype), v, transpose=False)
         return new_best, weight * decay + jnp.sum(weights, axis=1), mixed
 
-    carry = (
-        jnp.full((tiles.block_rows,), NEGATIVE, jnp.float32),
-        jnp.zeros((tiles.block_rows,), jnp.float32),
-        jnp.zeros((tiles.block_rows, q.shape[1]), jnp.float32),
-    )
+    carry = empty_sums(tiles.block_rows, q.shape[1])
     best, weight, mixed = jax.lax.fori_loop(first, last, step, carry)
     if not partial_refs:
         out_ref[request, token, member, :] = (mixed / weight[:, None]).astype(q.dtype)

@@ -7,7 +7,6 @@ equal too, but only if it is certain that the server decoded plainly.
 
 import argparse
 import json
-import os
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPException
@@ -18,6 +17,7 @@ from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 from specjax.checks import check_integer
+from specjax.cli.commands import API_KEY, or_environment
 
 # longer than a page of KV, so that the prefix cache takes part
 TASKS = (
@@ -57,7 +57,7 @@ def add_audit_parser(commands: Any) -> None:
     add("--max-new-tokens", type=int, default=128, metavar="N", help=text)
     text = "requests in parallel (default: %(default)s)"
     add("--parallel", type=int, default=32, metavar="N", help=text)
-    add("--api-key", help="key of the servers; safer to set SPECJAX_API_KEY")
+    add("--api-key", help=f"key of the servers; safer to set {API_KEY}")
     parser.set_defaults(run=run_audit, quiet=True)
 
 
@@ -104,7 +104,7 @@ class Client:
 def run_audit(args: argparse.Namespace, *_: Any) -> int:
     for name in ("max_new_tokens", "parallel", "limit"):
         check_integer(f"--{name.replace('_', '-')}", getattr(args, name), 1)
-    key = args.api_key or os.environ.get("SPECJAX_API_KEY")
+    key = or_environment(args.api_key, API_KEY)
     common = {"max_new_tokens": args.max_new_tokens, "temperature": 0.0}
     questions = []
     for i, text in enumerate(prompts_of(args.prompts)[: args.limit]):

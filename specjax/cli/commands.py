@@ -118,8 +118,8 @@ def run_serve(
         name=args.served_model_name,
         access=Access(
             # keys may come from the environment, because other users can read the command line
-            api_key=_or_environment(args.api_key, API_KEY),
-            admin_api_key=_or_environment(args.admin_api_key, ADMIN_API_KEY),
+            api_key=or_environment(args.api_key, API_KEY),
+            admin_api_key=or_environment(args.admin_api_key, ADMIN_API_KEY),
             is_private=is_loopback(args.host),
             allowed_hosts=args.allowed_hosts,
             origins=args.cors_allow_origin,
@@ -129,7 +129,7 @@ def run_serve(
     return 0
 
 
-def _or_environment(value: str | None, name: str) -> str | None:
+def or_environment(value: str | None, name: str) -> str | None:
     return os.environ.get(name) if value is None else value
 
 

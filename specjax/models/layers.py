@@ -18,17 +18,10 @@ from flax import nnx
 from jax import Array
 
 from specjax.config import Dtypes, Rope, TransformerConfig
-from specjax.kernels.add_norm import add_norm, ordered_sum, rms_norm, whole
+from specjax.kernels.add_norm import add_norm, rms_norm, whole
 from specjax.kernels.backend import INVARIANT, resolve
 from specjax.kernels.rope_store import Norms, normed, rotate
-from specjax.models.weights import (
-    dot,
-    dot_transposed,
-    invariant_sums,
-    partial_dot,
-    take_outputs,
-    zero_kernel,
-)
+from specjax.models.weights import dot, dot_transposed, partial_dot, take_outputs, zero_kernel
 
 
 class RopeTables(NamedTuple):
@@ -121,21 +114,14 @@ class Linear(nnx.Module):
     ) -> Array:
         """Map ``[..., in]`` to selected outputs ``[..., out]``, by default in the dtype of x."""
         kernel = take_outputs(self.kernel[...], outputs)
-        if self.implementation in INVARIANT:
-            dtype = out_dtype or x.dtype
-            sums = invariant_sums(x, kernel, self.implementation, dtype=dtype)
-            out = ordered_sum(sums).astype(dtype)
-        else:
-            out = dot(x, kernel, out_dtype)
+        out = dot(x, kernel, out_dtype, self.implementation)
         return out if self.bias is None else out + self.bias[outputs]
 
     def partial_sums(self, x: Array) -> Array:
         """Map ``[..., in]`` to partial sums f32 ``[P, ..., out]`` if a split pays off."""
         if self.bias is not None or resolve(self.implementation) == "xla":
             return self(x)
-        if self.implementation in INVARIANT:
-            return invariant_sums(x, self.kernel[...], self.implementation)
-        return partial_dot(x, self.kernel[...])
+        return partial_dot(x, self.kernel[...], self.implementation)
 
 
 class RMSNorm(nnx.Module):
@@ -185,10 +171,7 @@ class Embedding(nnx.Module):
 
     def attend(self, x: Array) -> Array:
         """Float32 logits ``[..., V]`` of hidden states ``[..., D]``."""
-        if self.implementation in INVARIANT:
-            sums = invariant_sums(x, self.table[...], self.implementation, is_transposed=True)
-            return ordered_sum(sums)
-        return dot_transposed(x, self.table[...])
+        return dot_transposed(x, self.table[...], self.implementation)
 
 
 def rope_frequencies(rope: Rope) -> np.ndarray:

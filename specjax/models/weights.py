@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from specjax.kernels.add_norm import ordered_sum
+from specjax.kernels.backend import INVARIANT
 from specjax.kernels.invariant_dot import invariant_dot
 
 
@@ -53,9 +55,16 @@ def precision_for(dtype: jnp.dtype) -> jax.lax.Precision:
     return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else jax.lax.Precision.DEFAULT
 
 
-def dot(x: Array, kernel: Kernel, out_dtype: jnp.dtype | None = None) -> Array:
+def dot(
+    x: Array,
+    kernel: Kernel,
+    out_dtype: jnp.dtype | None = None,
+    implementation: str | None = None,
+) -> Array:
     """Cast the kernel to the dtype of ``x [..., in]``; return their product, summed in float32."""
     precision, out = precision_for(x.dtype), out_dtype or x.dtype
+    if implementation in INVARIANT:
+        return ordered_sum(_invariant_sums(x, kernel, implementation, dtype=out)).astype(out)
     if isinstance(kernel, QuantArray):
         sums = dot_transposed(x, kernel.values.astype(x.dtype))
         return (sums * kernel.scale[:, 0]).astype(out)
@@ -63,16 +72,10 @@ def dot(x: Array, kernel: Kernel, out_dtype: jnp.dtype | None = None) -> Array:
     return jnp.matmul(x, kernel, precision=precision, preferred_element_type=out)
 
 
-def invariant_sums(x: Array, kernel: Kernel, implementation: str | None, **options: Any) -> Array:
-    """Partial sums ``[P, ..., out]`` of a product with ``x [..., in]``, invariant by row."""
-    assert not isinstance(kernel, QuantArray)  # an engine refuses them
-    rows = x.reshape(-1, x.shape[-1])
-    sums = invariant_dot(rows, kernel, implementation=implementation, **options)
-    return sums.reshape(sums.shape[0], *x.shape[:-1], sums.shape[-1])
-
-
-def dot_transposed(x: Array, table: Array) -> Array:
+def dot_transposed(x: Array, table: Array, implementation: str | None = None) -> Array:
     """Float32 ``x [..., in] @ table [out, in].T``."""
+    if implementation in INVARIANT:
+        return ordered_sum(_invariant_sums(x, table, implementation, is_transposed=True))
     return jax.lax.dot_general(
         x,
         table,
@@ -80,6 +83,14 @@ def dot_transposed(x: Array, table: Array) -> Array:
         precision=precision_for(x.dtype),
         preferred_element_type=jnp.float32,
     )
+
+
+def _invariant_sums(x: Array, kernel: Kernel, implementation: str | None, **options: Any) -> Array:
+    """Partial sums ``[P, ..., out]`` of a product with ``x [..., in]``, invariant by row."""
+    assert not isinstance(kernel, QuantArray)  # an engine refuses them
+    rows = x.reshape(-1, x.shape[-1])
+    sums = invariant_dot(rows, kernel, implementation=implementation, **options)
+    return sums.reshape(sums.shape[0], *x.shape[:-1], sums.shape[-1])
 
 
 # limits for splitting a product along its inner axis: rows, and columns of all parts together
@@ -106,8 +117,10 @@ def num_partial_sums(rows: int, in_size: int, out_size: int) -> int:
     return parts
 
 
-def partial_dot(x: Array, kernel: Kernel) -> Array:
+def partial_dot(x: Array, kernel: Kernel, implementation: str | None = None) -> Array:
     """Partial sums f32 ``[P, ..., out]`` of :func:`dot`, or its result if a split is slower."""
+    if implementation in INVARIANT:
+        return _invariant_sums(x, kernel, implementation)
     if isinstance(kernel, QuantArray) or x.dtype == jnp.float32:
         return dot(x, kernel)
     size, out_size = kernel.shape

@@ -633,8 +633,8 @@ def test_a_platform_without_a_plugin_is_one_line(command, tmp_path) -> None:
 
 def test_a_key_on_the_command_line_wins(monkeypatch) -> None:
     monkeypatch.setenv("A_KEY", "environment")
-    assert commands._or_environment("flag", "A_KEY") == "flag"
-    assert commands._or_environment(None, "A_KEY") == "environment"
+    assert commands.or_environment("flag", "A_KEY") == "flag"
+    assert commands.or_environment(None, "A_KEY") == "environment"
 
 
 def test_env_prints_a_report_without_secrets(monkeypatch, capsys) -> None:
