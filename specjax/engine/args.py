@@ -25,6 +25,7 @@ Share = Annotated[float, Meta(ge=0, le=1)]
 CHOICES: dict[str, tuple[str | None, ...]] = {
     "disaggregation_mode": (None, "prefill", "decode"),
     "dtype": ("auto", "float32", "bfloat16"),
+    "grammar_backend": (None, "llguidance"),
     "load_format": ("auto", "dummy"),
     "logprobs_mode": ("raw", "processed"),
     "speculative_ngram_match_type": ("BFS", "PROB"),
@@ -164,6 +165,10 @@ class EngineArgs:
         enable_deterministic_inference: the tokens and log-probabilities of a request depend only on
             its own prompt, parameters and seed, in bfloat16 too: not on drafts, other requests, the
             prefix cache or chunks of the prompt. Needs a GPU. See docs/deterministic.md.
+        grammar_backend: ``"llguidance"`` lets requests limit their text by a JSON schema, a regular
+            expression or a grammar; needs the extra ``specjax[grammar]``. More functions are then
+            compiled. Default: such requests are refused.
+        constrained_json_disable_any_whitespace: JSON that follows a schema has no white space.
         skip_tokenizer_init: load no tokenizer; requests must then give ``input_ids``.
         seed: random seed for requests without ``sampling_seed``; with
             ``enable_deterministic_inference`` these have the seed 42.
@@ -221,6 +226,8 @@ class EngineArgs:
     load_format: str = "auto"
     rounds_per_dispatch: Positive = 1
     enable_deterministic_inference: bool = False
+    grammar_backend: str | None = None
+    constrained_json_disable_any_whitespace: bool = False
     skip_tokenizer_init: bool = False
     seed: Natural = 0
     compile_cache_dir: str | PathLike[str] | None = "auto"

@@ -19,7 +19,7 @@ from specjax.disaggregation.remote import PrefillServer, RemotePeer
 from specjax.engine.args import EngineArgs
 from specjax.engine.build import build_engine, make_controller
 from specjax.engine.plan import EnginePlan, server_info
-from specjax.engine.requests import Messages, Params, RequestFactory
+from specjax.engine.requests import Messages, Params, RequestFactory, make_grammars
 from specjax.engine.weights import (
     NewWeights,
     check_finite,
@@ -130,7 +130,8 @@ class Engine:
             controller=controller,
             prompt_source=None if source is None else source(runner),
         )
-        self._factory = RequestFactory(plan, tokenizer, self._scheduler)
+        grammars = None if args.grammar_backend is None else make_grammars(plan, tokenizer)
+        self._factory = RequestFactory(plan, tokenizer, self._scheduler, grammars)
         self._loop = EngineLoop(self._scheduler)
         self._is_closed = False
         self._peer: Peer | None = None

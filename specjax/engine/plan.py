@@ -188,6 +188,7 @@ def plan_engine(args: EngineArgs) -> EnginePlan:
         acceptance=args.acceptance,
         reads_confidence=any(shape.packed for shape in shapes),
         deterministic=args.enable_deterministic_inference,
+        has_grammars=args.grammar_backend is not None,
     )
     memory = sizing.device_memory(placement.device) // MEMORY_GRANULE * MEMORY_GRANULE
     transit_tokens = TRANSIT_TOKENS if args.disaggregation_mode == "decode" else 0

@@ -10,6 +10,7 @@ import numpy as np
 
 from specjax.checks import CONTEXT_EXCEEDED, ParameterError, check_integer, is_integer, refused
 from specjax.engine.plan import EnginePlan
+from specjax.sampling.grammar import Constraint, GrammarCompiler
 from specjax.sampling.params import SamplingParams
 from specjax.scheduling.loop import Call
 from specjax.scheduling.request import GenerateRequest, Request, new_id
@@ -128,10 +129,24 @@ def refuse_length(num_tokens: int, context_length: float) -> NoReturn:
     )
 
 
+def make_grammars(plan: EnginePlan, tokenizer: Tokenizer | None) -> GrammarCompiler:
+    args, config = plan.args, plan.target.config
+    tokenizer = _need_tokenizer(tokenizer, "grammar_backend")
+    spaces = not args.constrained_json_disable_any_whitespace
+    return GrammarCompiler(tokenizer, config.vocab_size, config.eos_token_ids, spaces=spaces)
+
+
 class RequestFactory:
     """Makes the calls of an engine, in any thread; ``scheduler`` may refuse a request."""
 
-    def __init__(self, plan: EnginePlan, tokenizer: Tokenizer | None, scheduler: Scheduler) -> None:
+    def __init__(
+        self,
+        plan: EnginePlan,
+        tokenizer: Tokenizer | None,
+        scheduler: Scheduler,
+        grammars: GrammarCompiler | None = None,
+    ) -> None:
+        self._grammars = grammars
         self._plan, self._tokenizer, self._scheduler = plan, tokenizer, scheduler
         self._rng = np.random.default_rng(plan.args.seed)
         self._rng_lock = threading.Lock()
@@ -218,8 +233,12 @@ class RequestFactory:
         if self._tokenizer is not None:
             skips = params.skip_special_tokens
             decoder = IncrementalDecoder(self._tokenizer, skip_special_tokens=skips)
+        constraint = None
+        if (grammar := params.grammar) is not None:
+            constraint = self._constraint(*grammar)
         request = Request(
             arguments,
+            constraint=constraint,
             seed=seed,
             max_new_tokens=min(params.max_new_tokens, max(1, left)),
             end_token_ids=frozenset(ends),
@@ -230,6 +249,17 @@ class RequestFactory:
         )
         self._scheduler.check(request)
         return request
+
+    def _constraint(self, kind: str, text: str) -> Constraint:
+        args = self._plan.args
+        simulates = (args.simulate_accept_length, args.simulate_acceptance) != (None, None)
+        if self._grammars is None:
+            demand = "needs the engine option grammar_backend='llguidance'"
+            raise refused(kind, text, demand)
+        if not self._plan.config.acceptance.is_coupled or simulates:
+            demand = "needs an engine that accepts exactly the drafts that the target draws"
+            raise refused(kind, text, demand)
+        return self._grammars.compile(kind, text)
 
 
 def _rids(rid: Any, count: int, is_batch: bool) -> list[str]:

@@ -65,8 +65,8 @@ class RoundFunctions:
     _networks: Networks
     _config: RunnerConfig
     _max_top_logprobs: int
-    # leading arguments of all functions: abstract weights, state, pages, packed sampling and
-    # calibration
+    # leading arguments of all functions: abstract weights, state, pages, packed sampling,
+    # calibration and masks
     _common: tuple[Any, ...]
 
     def bind(
@@ -98,9 +98,9 @@ class RoundFunctions:
         )
 
         def flat(target: Weights, draft: Weights, state: DeviceState, *inputs: Any) -> Any:
-            pages, packed, calibration, *rest = inputs
+            pages, packed, calibration, masks, *rest = inputs
             models = nets.target.rebuild(target), nets.draft.rebuild(draft)
-            resident = spec_round.Resident(*models, pages, packed, calibration)
+            resident = spec_round.Resident(*models, pages, packed, calibration, masks)
             return function(resident, state, *rest, config=config, **options)
 
         flat.__name__ = f"specjax_{function.__name__}"
@@ -129,6 +129,28 @@ class RoundFunctions:
         arguments = (self._common[2].future, ints(), ints(config.context))
         yield ("record_cached",), record, arguments, None
         yield from (job for rows, job in rounds if job is not first[rows])
+        if config.has_grammars:
+            for shape, batch in config.rounds:
+                if not shape.packed:
+                    yield from self._constrained(shape, batch)
+
+    def _constrained(self, shape: DraftShape, batch: int) -> Iterator[Job]:
+        """Jobs for the parts of a round with a grammar."""
+        options = self._options(compiler_options(batch * shape.verified))
+        place, arguments = self._networks.placement, self._with(batch)
+        draft = self.bind(spec_round.draft_stage, shape)
+        target = self.bind(spec_round.target_stage, shape)
+        yield ("draft", shape, batch), draft, arguments, options
+        tree = place.abstract(jax.eval_shape(draft, *arguments)[1])
+        yield ("target", shape, batch), target, (*arguments, tree), options
+        passed = place.abstract(jax.eval_shape(target, *arguments, tree)[1])
+        words = self._common[-1].shape[1]
+        sizes = (batch, shape.nodes, words), (batch, shape.nodes, 1 + shape.steps)
+        rest = tree, passed, *(place.ints(*size) for size in sizes)
+        for greedy in [True, False] if self._config.on_gpu else [False]:
+            finish = self.bind(spec_round.finish_stage, shape, greedy=greedy)
+            name = f"{'greedy_' * greedy}finish"
+            yield (name, shape, batch), finish, (*arguments, *rest), options
 
     def _rounds(self, shape: DraftShape) -> Iterator[tuple[int, Job]]:
         """Jobs for the rounds of a tier, each with its number of verified rows."""

@@ -21,7 +21,15 @@ from specjax.sampling.table import HostTables, check_slot_limits, pack_sampling
 from specjax.speculative.algorithm import kv_pool
 from specjax.speculative.future_map import DeviceState, FutureMap
 from specjax.speculative.prefill import Chunk, pack_chunks
-from specjax.types import NO_DRAFTS, DraftShape, KVPools, Logprobs, RoundOutput
+from specjax.speculative.round import TargetPass
+from specjax.types import (
+    NO_DRAFTS,
+    DraftShape,
+    KVPools,
+    Logprobs,
+    RoundOutput,
+    VerifyInput,
+)
 
 
 @dataclass(frozen=True)
@@ -64,9 +72,12 @@ class ModelRunner:
         self.config = config
         self.compiled = CompilePool(cache)
         vocab_size = networks.target_config.vocab_size
-        self.tables = HostTables(config.num_slots, config.pages_per_request, vocab_size)
+        self.tables = HostTables(
+            config.num_slots, config.pages_per_request, vocab_size, has_masks=config.has_grammars
+        )
         self._view: PageView | None = None
         self._sampling: jax.Array | None = None
+        self._masks: jax.Array | None = None
         self.set_calibration()
         self._slots_on_device: dict[tuple[int, ...], jax.Array] = {}
         self._empty_state: Any = None
@@ -120,7 +131,8 @@ class ModelRunner:
         sampling = jax.eval_shape(lambda: self._sampling_of(self.tables))
         place = nets.placement
         weights = place.abstract((nets.target.abstract, nets.draft.abstract))
-        small = place.abstract((view, sampling, self._calibration))
+        masks = self.tables.masks if self.config.has_grammars else None
+        small = place.abstract((view, sampling, self._calibration, masks))
         common = (*weights, self.abstract_state, *small)
         return RoundFunctions(nets, self.config, self.max_top_logprobs, common)
 
@@ -227,7 +239,10 @@ class ModelRunner:
             tables.sampling_dirty[:] = False
         if isinstance(self._calibration, np.ndarray):
             self._calibration = self.networks.placement.put(self._calibration)
-        small = self._view, self._sampling, self._calibration
+        if self.config.has_grammars and tables.masks_dirty:
+            self._masks = self.networks.placement.put(tables.masks.copy())
+            tables.masks_dirty = False
+        small = self._view, self._sampling, self._calibration, self._masks
         return (*self.weights, self.on_device, *small)
 
     def set_calibration(
@@ -289,6 +304,44 @@ class ModelRunner:
         padded = self._padded_slots(slots, batch)
         self.on_device, out = function(*self._inputs(slots), padded)
         return self._dispatched(out, slots, tier)
+
+    def draft(self, slots: Sequence[int], tier: DraftShape) -> VerifyInput:
+        """Dispatch the drafting of a round that is split for grammars."""
+        batch = pick_bucket(len(slots), self.config.batch_buckets)
+        draft, padded = self.compiled["draft", tier, batch], self._padded_slots(slots, batch)
+        self.on_device, tree = draft(*self._inputs(slots), padded)
+        return tree
+
+    def run_target(self, slots: Sequence[int], tier: DraftShape, tree: VerifyInput) -> TargetPass:
+        """Dispatch the first call of a round that is split for grammars."""
+        batch = pick_bucket(len(slots), self.config.batch_buckets)
+        target, padded = self.compiled["target", tier, batch], self._padded_slots(slots, batch)
+        self.on_device, passed = target(*self._inputs(slots), padded, tree)
+        return passed
+
+    def finish_round(
+        self,
+        slots: Sequence[int],
+        tier: DraftShape,
+        tree: VerifyInput,
+        passed: TargetPass,
+        masks: np.ndarray,
+        forced: np.ndarray,
+    ) -> tuple[Dispatched, VerifyInput]:
+        """Dispatch the second call; also return the drafts of the next round for these slots.
+
+        ``slots`` are those of the first call, or 0 for requests that have ended since then.
+        ``masks`` i32 ``[bucket, T, V / 32]`` and ``forced`` i32 ``[bucket, T, 1 + S]`` are as in
+        :func:`~specjax.speculative.round.finish_stage`.
+        """
+        batch = pick_bucket(len(slots), self.config.batch_buckets)
+        is_greedy = self.config.on_gpu and self.tables.is_greedy[list(slots)].all()
+        finish: Any = self.compiled["greedy_finish" if is_greedy else "finish", tier, batch]
+        padded = self._padded_slots(slots, batch)
+        limits = self.networks.placement.put((masks, forced))
+        inputs = (*self._inputs(slots), padded, tree, passed, *limits)
+        self.on_device, (out, tree) = finish(*inputs)
+        return self._dispatched(out, slots, tier), tree
 
     def _dispatched(
         self, out: RoundOutput, slots: Sequence[int], tier: DraftShape = NO_DRAFTS

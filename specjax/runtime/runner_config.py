@@ -48,6 +48,7 @@ class RunnerConfig:
     implementation: str | None = None  # implementation of all kernels, as in backend.resolve
     reads_confidence: bool = False  # report confidences of drafts; needed by packed tiers
     deterministic: bool = False  # bits of a row do not depend on other rows
+    has_grammars: bool = False  # rounds can be split, so that the host can mask tokens
 
     def __post_init__(self) -> None:
         shapes = self.shapes
@@ -237,6 +238,9 @@ def temporary_bytes(model: TransformerConfig, config: RunnerConfig, num_features
     prefills = (_prefill_bytes(model, config, n, num_features) for n in config.prefill_buckets)
     rounds = (_round_bytes(model, config, *pair, num_features) for pair in config.rounds)
     total = PARTIAL_SUMS + max((*prefills, *rounds))
+    if config.has_grammars:  # logits between the two calls of a round
+        rows = (batch * shape.nodes for shape, batch in config.rounds)
+        total += 4 * model.vocab_size * max(rows, default=0)
     return total + _deterministic_bytes(model, config) if config.deterministic else total
 
 

@@ -180,6 +180,16 @@ class LogitBias(LogitProcessor):
 PROCESSORS: tuple[LogitProcessor, ...] = (MinNewTokens(), Penalties(), LogitBias())
 
 
+def keep_allowed(logits: Array, masks: Array) -> Array:
+    """Set logits f32 ``[..., V]`` to -inf if their bit in ``masks`` i32 ``[..., V / 32]`` is 0.
+
+    Bit i of word w is token ``32 * w + i``; the last word may have more bits than there are tokens.
+    """
+    bits = masks[..., None] >> jnp.arange(32, dtype=jnp.int32) & 1
+    is_allowed = bits.reshape(*masks.shape[:-1], -1)[..., : logits.shape[-1]] > 0
+    return jnp.where(is_allowed, logits, -jnp.inf)
+
+
 def used_by(params: SamplingParams) -> list[LogitProcessor]:
     return [processor for processor in PROCESSORS if processor.is_used(params)]
 

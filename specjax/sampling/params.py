@@ -1,5 +1,6 @@
 """Sampling parameters of a request, with SGLang's names and defaults."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cache, cached_property
@@ -29,10 +30,10 @@ MAX_STOP_LENGTH = 256
 INT32_MAX = np.iinfo(np.int32).max
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 
+# parameters that limit a text by a grammar
+GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
 # parameters in SGLang that are rejected here, with the reason
-_GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
 REFUSED = {
-    **dict.fromkeys(_GRAMMARS, "constrained decoding is not supported"),
     "stop_regex": "stop takes plain strings; patterns are not supported",
     "spaces_between_special_tokens": "the tokenizer decides how special tokens are written",
     "custom_params": "custom logit processors are not supported",
@@ -67,6 +68,11 @@ class SamplingParams:
         ignore_eos: do not stop at the model's own end tokens.
         sampling_seed: random seed of this request; with it, the output depends only on the request.
         speculative: use drafts if the engine has them; with lossless settings, texts stay the same.
+        json_schema: JSON schema, as text or a mapping, that the completion must match. At most one
+            of this and the next three; they need the engine option ``grammar_backend``.
+        regex: regular expression (Rust syntax) that the whole completion must match.
+        ebnf: grammar, in Lark's or llama.cpp's (GBNF) notation, that the completion must match.
+        structural_tag: tags in free text after which a JSON schema holds, as in SGLang.
         simulate_acceptance: from 0 to 1, replaces the engine option of this name, if that is set.
 
     Arguments are copied. Raises ValueError for a value outside its range.
@@ -91,6 +97,10 @@ class SamplingParams:
     sampling_seed: int | None = None
     speculative: bool = True
     simulate_acceptance: float | None = None
+    json_schema: str | Mapping[str, Any] | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    structural_tag: str | Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         for name, kind in _kinds().items():
@@ -107,6 +117,7 @@ class SamplingParams:
             check_integer("sampling_seed", self.sampling_seed, 0, 2**64 - 1)
         self._copy_stops()
         self._copy_biases()
+        self._copy_grammars()
 
     def _copy_stops(self) -> None:
         stop, ids = self.stop, self.stop_token_ids
@@ -146,6 +157,29 @@ class SamplingParams:
             check_number(f"logit_bias[{short(token)}]", value, at_least=-100, at_most=100)
         if len(dict(self.biases)) < len(self.biases):
             raise refused("logit_bias", bias, "must not contain a token twice")
+
+    def _copy_grammars(self) -> None:
+        given = [name for name in GRAMMARS if getattr(self, name) is not None]
+        for name in given:
+            value = getattr(self, name)
+            if isinstance(value, Mapping) and name in ("json_schema", "structural_tag"):
+                try:
+                    object.__setattr__(self, name, json.dumps(value))
+                except (TypeError, ValueError, RecursionError) as error:
+                    raise refused(name, value, f"must be JSON: {error}") from error
+            elif not isinstance(value, str):
+                raise refused(name, value, "must be a string")
+        if len(given) > 1:
+            raise ParameterError(f"give at most one of {given}", param=given[1])
+        if given and self.min_new_tokens:
+            demand = f"must be 0 with {given[0]}, which decides where the text may end"
+            raise refused("min_new_tokens", self.min_new_tokens, demand, 0)
+
+    @property
+    def grammar(self) -> tuple[str, str] | None:
+        """Name and text of the grammar, if there is one."""
+        values = ((name, getattr(self, name)) for name in GRAMMARS)
+        return next(((name, value) for name, value in values if value is not None), None)
 
     @cached_property
     def biases(self) -> tuple[tuple[int, float], ...]:

@@ -87,7 +87,9 @@ class HostTables:
     dispatch, and changes the round's CUDA graph.
     """
 
-    def __init__(self, num_slots: int, pages_per_request: int, vocab_size: int) -> None:
+    def __init__(
+        self, num_slots: int, pages_per_request: int, vocab_size: int, *, has_masks: bool = False
+    ) -> None:
         self.page_table = np.zeros((num_slots, pages_per_request), np.int32)  # [R, P]
         self.sampling = neutral_sampling(num_slots, vocab_size)
         self._neutral = self.sampling[0].copy()
@@ -95,6 +97,10 @@ class HostTables:
         self.is_greedy = np.ones(num_slots, np.bool_)
         self.wants_hidden_states = np.zeros(num_slots, np.bool_)
         self.vocab_size = vocab_size
+        # i32 [R, V / 32], bits of the tokens that may follow a prompt
+        num_words = -(-vocab_size // 32) if has_masks else 0
+        self.masks = np.full((num_slots, num_words), -1, np.int32)
+        self.masks_dirty = True
         # [R], whether the device's copy of a slot is out of date
         self.pages_dirty, self.sampling_dirty = np.ones((2, num_slots), np.bool_)
 
@@ -124,13 +130,18 @@ class HostTables:
         prompt_len: int = 0,
         top_logprobs: int | None = None,
         hidden_states: bool = False,
+        mask: np.ndarray | None = None,
     ) -> None:
         """Write the parameters of a slot, which have passed :func:`check_slot_limits`.
 
         Tokens prefilled after the first ``prompt_len`` count as produced. ``top_logprobs`` is the
         number of most likely tokens to report per position; ``None``: no log-probabilities.
-        ``hidden_states`` reports the hidden state from which each token was drawn.
+        ``hidden_states`` reports the hidden state from which each token was drawn. ``mask`` i32
+        ``[V / 32]`` has the bits of the tokens that may follow the text to prefill.
         """
+        if self.masks.size and (mask is not None or (self.masks[slot] != -1).any()):
+            self.masks[slot] = -1 if mask is None else mask
+            self.masks_dirty = True
         self.sampling[slot] = self._neutral
         row = self.sampling[slot]
         if not params.is_greedy:

@@ -15,6 +15,7 @@ from specjax.adaptive.survival import RoundRecord
 from specjax.metrics import Totals
 from specjax.runtime.runner import Dispatched, ModelRunner
 from specjax.runtime.runner_config import pick_bucket
+from specjax.scheduling.constrained import ConstrainedRounds
 from specjax.scheduling.request import Request, RunningRequest
 from specjax.speculative.prefill import Chunk
 from specjax.types import NO_DRAFTS, DraftShape
@@ -64,6 +65,7 @@ class InFlight:
         self._metrics = metrics
         self._controller = controller
         self._clock = clock
+        self.constrained = ConstrainedRounds(runner)
         # when the result before the oldest call was read, if the call has rounds and was dispatched
         # before; from then on, its rounds take the time until its own result, also if that is the
         # host's time
@@ -78,6 +80,7 @@ class InFlight:
 
     def clear(self) -> None:
         self._queue.clear()
+        self.constrained.clear()
         self._started = None
 
     def dispatch_prompts(self, pieces: Sequence[PromptPiece]) -> None:
@@ -102,6 +105,28 @@ class InFlight:
     def dispatch_round(self, rows: list[RunningRequest]) -> None:
         """Dispatch the rounds of one call in the tier that the controller chooses."""
         config = self._runner.config
+        result = self._runner.round([row.slot for row in rows], self._choose_tier(rows))
+        for row in rows:
+            row.unread_rounds += config.rounds_per_dispatch
+        self._queue.append((rows, result, pick_bucket(len(rows), config.batch_buckets), ()))
+
+    def start_constrained(self, rows: list[RunningRequest]) -> None:
+        """Dispatch the first call of a round in which a grammar limits a request."""
+        tier = self._choose_tier(rows) or self._runner.config.largest
+        self.constrained.start(rows, tier._replace(packed=0))
+
+    def finish_constrained(self) -> list[RunningRequest]:
+        """Dispatch the second call; return the rows that ended because no token may follow."""
+        rows, result = self.constrained.finish()
+        if result is not None:
+            for row in rows:
+                row.unread_rounds += 1
+            batch_size = pick_bucket(len(rows), self._runner.config.batch_buckets)
+            self._queue.append((rows, result, batch_size, ()))
+        return [row for row in rows if row.request.is_finished and not row.is_released]
+
+    def _choose_tier(self, rows: Sequence[RunningRequest]) -> DraftShape | None:
+        config = self._runner.config
         batch_size = pick_bucket(len(rows), config.batch_buckets)
         controller, tier = self._controller, None
         drafting = [row for row in rows if row.request.params.speculative]
@@ -114,10 +139,7 @@ class InFlight:
         if controller is not None and tier is not None and tier.packed:
             if (estimate := controller.calibration(requests)) is not None:
                 self._runner.set_calibration(*estimate, [row.slot for row in drafting])
-        result = self._runner.round([row.slot for row in rows], tier)
-        for row in rows:
-            row.unread_rounds += config.rounds_per_dispatch
-        self._queue.append((rows, result, batch_size, ()))
+        return tier
 
     def read(self) -> Iterator[tuple[RunningRequest, Exception | None]]:
         """Wait for the oldest result; yield the rows that ended, each with its error, if any."""

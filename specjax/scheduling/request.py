@@ -13,6 +13,7 @@ import numpy as np
 
 from specjax.checks import check_integer, check_number, refused
 from specjax.kv.budget import PageHolding
+from specjax.sampling.grammar import Constraint
 from specjax.sampling.params import SamplingParams
 from specjax.text.completion import CompletionText
 from specjax.text.tokenizer import IncrementalDecoder
@@ -155,6 +156,7 @@ class Request:
     decoder: InitVar[IncrementalDecoder | None]  # ``None`` without a tokenizer
     spec_width: InitVar[int]  # maximum accepted drafts per round; 0 for plain decoding
     spec_simulated: InitVar[float | None] = None  # as SpecCounts.simulate_accept_length
+    constraint: Constraint | None = None  # the grammar of the completion
     is_deterministic: bool = False  # whether the result does not depend on other requests' rows
     clock: Callable[[], float] = time.perf_counter  # the scheduler's clock, in seconds
 
@@ -309,6 +311,8 @@ class Request:
         """Append tokens, drafts first, until the request ends; return the number kept."""
         left, ends = self.num_left, self.end_token_ids
         tokens = tokens[:left]
+        if self.constraint is not None:
+            tokens = tokens[: self.constraint.advance(tokens)]
         end = None  # index of the first end token
         if not ends.isdisjoint(tokens):
             end = next(i for i, token in enumerate(tokens) if token in ends)
@@ -327,7 +331,17 @@ class Request:
             self.finish({"type": "stop", "matched": tokens[end]})
         elif is_last:
             self.finish({"type": "length", "length": len(self.output_ids)})
+        elif self.constraint is not None:
+            self.check_constraint()
         return len(tokens)
+
+    def check_constraint(self) -> None:
+        """End the request if its grammar is complete, or if it cannot be continued."""
+        assert self.constraint is not None
+        if self.constraint.is_complete:
+            self.finish({"type": "stop", "matched": None})
+        elif self.constraint.error:
+            self.finish({"type": "abort", "message": f"grammar: {self.constraint.error}"})
 
     def _append_reports(
         self, kept: Sequence[int], logprobs: Logprobs | None, states: np.ndarray | None

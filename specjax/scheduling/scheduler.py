@@ -15,6 +15,7 @@ from specjax.kv.budget import Capacity, PageBudget
 from specjax.kv.pages import PageAllocator
 from specjax.metrics import Totals
 from specjax.runtime.runner import ModelRunner
+from specjax.scheduling.constrained import is_constrained
 from specjax.scheduling.in_flight import InFlight, PromptPiece
 from specjax.scheduling.prompt_source import FirstToken, PromptSource
 from specjax.scheduling.request import Deadlines, Request, RunningRequest
@@ -191,9 +192,7 @@ class Scheduler:
         num_starting = self._num_starting()
         prefills_first = self._prefills_first(num_starting)
         has_dispatched = num_starting > 0 and self._prefill(prefills_first)
-        rows = [] if has_dispatched and prefills_first else self._rows_with_pages()
-        if rows:
-            self._in_flight.dispatch_round(rows)
+        rows = [] if has_dispatched and prefills_first else self._dispatch_round()
         # if nothing was dispatched, the device becomes idle, so read everything
         self._read_until(self._run_ahead if has_dispatched or rows else 0)
         here = [row for row in self._running if not row.is_remote]
@@ -353,12 +352,33 @@ class Scheduler:
                 top_logprobs=request.top_logprobs,
                 hidden_states=request.arguments.return_hidden_states,
                 cached_ids=row.prefill_ids[: row.kv_len],
+                mask=None if request.constraint is None else request.constraint.mask(),
             )
         except Exception as error:
             self.fail(request, error)
             return None
         self._runner.set_pages(row.slot, row.pages)
         return row
+
+    def _dispatch_round(self) -> list[RunningRequest]:
+        """Dispatch a round, or parts of one or two; return their rows.
+
+        If a grammar limits a request, the second call of the started round follows here, because
+        its masks need the tokens of the round before, and then the first call of the next one.
+        """
+        flight = self._in_flight
+        started = flight.constrained.rows
+        if started:
+            while any(row.unread_rounds or row.awaits_first for row in flight.constrained.rows):
+                self._read_until(len(flight) - 1)
+            for row in flight.finish_constrained():
+                self._end(row)
+        rows = self._rows_with_pages()
+        if is_constrained(rows):
+            flight.start_constrained(rows)
+        elif rows and not started:
+            flight.dispatch_round(rows)
+        return started or rows
 
     def _rows_with_pages(self) -> list[RunningRequest]:
         """Give pages to the rows of the next round; preempt the last row if pages run out."""

@@ -328,6 +328,11 @@ class SpeculativeAlgorithm(CommonAlgorithm, ABC):
         return getattr(networks.draft_config, "feature_layers", ())
 
     @property
+    def takes_forced_drafts(self) -> bool:
+        """Whether other tokens may replace the drafts: no state is kept of drafted tokens."""
+        return True
+
+    @property
     def lookahead(self) -> int:
         """Number of later tokens on which a position's state depends; in the prefix-cache key."""
         return 0

@@ -12,7 +12,7 @@ from jax import Array
 from specjax.kv.pages import Segments
 from specjax.models.layers import pick_row
 from specjax.sampling.draw import logprobs_of, num_best, target_tokens
-from specjax.sampling.logit_processor import LogitInputs, NewTokens
+from specjax.sampling.logit_processor import LogitInputs, NewTokens, keep_allowed
 from specjax.sampling.table import unpack_sampling
 from specjax.speculative.algorithm import PromptChunks
 from specjax.speculative.future_map import DeviceState, advance, resolve, restart, stash
@@ -117,6 +117,8 @@ def prefill_chunks(
     roots = chain_input(tokens[last][:, None], new_lens - 1)
     future = restart(future, slots, new_lens, params)
     inputs = LogitInputs(params, future.tokens, slots)
+    if resident.masks is not None:
+        logits = keep_allowed(logits, resident.masks[slots])
     drawn, logprobs = target_tokens(
         logits[:, None], roots, inputs, config.sampling, future.logit_states
     )

@@ -6,20 +6,21 @@ the new state first. A request that may not produce more tokens is treated as pa
 
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from specjax.kv.pages import PageView
+from specjax.kv.pages import PageView, Segments
 from specjax.models.decoder import CausalLM
 from specjax.sampling.draw import SamplingConfig, target_tokens, zero_logprobs
-from specjax.sampling.logit_processor import LogitInputs, NewTokens
+from specjax.sampling.logit_processor import LogitInputs, NewTokens, keep_allowed
 from specjax.sampling.table import unpack_sampling
 from specjax.speculative.algorithm import Batch, SpeculativeAlgorithm
 from specjax.speculative.future_map import DeviceState, FutureMap, advance, resolve, stash
 from specjax.speculative.packing import keep_best, tried, verified_rows
-from specjax.speculative.tree import accept, drawn_count, spread_count, truncate
+from specjax.speculative.tree import accept, drawn_count, spread_count, truncate, with_forced
 from specjax.types import DraftShape, NodeOutputs, RoundOutput, VerifyInput, VerifyOutput
 
 
@@ -51,6 +52,7 @@ class Resident:
     pages: PageView
     sampling: Array  # packed, i32 [R, K]
     calibration: Array | None = None  # f32 [1 + S + R], as in packing.survival
+    masks: Array | None = None  # i32 [R, V / 32], bits of the tokens that may follow a prompt
 
 
 def make_batch(resident: Resident, future: FutureMap, slots: Array, config: RoundConfig) -> Batch:
@@ -73,32 +75,60 @@ def active_batch(resident: Resident, future: FutureMap, slots: Array, config: Ro
     return make_batch(resident, future, jnp.where(future.remaining[slots] > 0, slots, 0), config)
 
 
-def verify(
-    batch: Batch, kv: Array, future: FutureMap, tree: VerifyInput, config: RoundConfig
-) -> tuple[VerifyOutput, Array, FutureMap]:
-    """Run the target once over a drafted tree, draw a token after every row, and accept drafts.
+class TargetPass(NamedTuple):
+    """The target's results for a tree; those of a packed tier have no axis for requests."""
 
-    A chain needs no attention mask, because its mask is causal. The KV of a tree's accepted path is
-    moved to where a chain would have stored it.
+    logits: Array  # f32 [B, T, V]
+    hidden: Array  # [B, T, D]
+    features: Array  # [B, T, F]
+    rows: Segments | None = None  # of a packed tier
+
+
+def run_target(
+    batch: Batch, kv: Array, tree: VerifyInput, config: RoundConfig
+) -> tuple[TargetPass, Array]:
+    """Run the target once over a drafted tree.
+
+    A chain needs no attention mask, because its mask is causal.
     """
-    target, shape, is_chain = batch.target, config.shape, config.shape.topk == 1
-    mask = None if is_chain else tree.tree_mask
-    drafts, positions, spread = tree.draft_tokens, tree.positions, lambda x: x
+    target, shape = batch.target, config.shape
+    mask = None if shape.topk == 1 else tree.tree_mask
+    drafts, positions, rows = tree.draft_tokens, tree.positions, None
     if shape.packed:
         rows = verified_rows(tree, shape, batch.slots)
         attend = batch.target_pages.attend_packed(rows, tree_mask=mask)
         drafts, positions = rows.gather(drafts), rows.gather(positions)
-        spread = partial(rows.spread, width=shape.nodes)
     else:
         attend = batch.target_pages.attend(batch.seq_lens, shape.nodes, tree_mask=mask)
     hidden, features, kv = target(drafts, positions, kv, attend, config.feature_layers)
+    return TargetPass(target.logits(hidden), hidden, features, rows), kv
+
+
+def judge(
+    batch: Batch,
+    kv: Array,
+    future: FutureMap,
+    tree: VerifyInput,
+    passed: TargetPass,
+    config: RoundConfig,
+    masks: Array | None = None,
+) -> tuple[VerifyOutput, Array, FutureMap]:
+    """Draw the target's token after every row, and accept drafts.
+
+    ``masks`` i32 ``[B, T, V / 32]`` are the bits of the tokens that a grammar allows. The KV of a
+    tree's accepted path is moved to where a chain would have stored it.
+    """
+    is_chain, spread = config.shape.topk == 1, lambda x: x
+    if passed.rows is not None:
+        spread = partial(passed.rows.spread, width=config.shape.nodes)
     # a greedy batch needs only its tokens, so its logits need not be spread
     before, after = (lambda x: x, spread) if batch.draw.greedy else (spread, lambda x: x)
     inputs = LogitInputs(batch.sampling, batch.tokens, batch.slots)
-    tokens, logprobs = target_tokens(
-        before(target.logits(hidden)), tree, inputs, batch.draw, future.logit_states
-    )
-    tokens, hidden, features = after(tokens), spread(hidden), spread(features)
+    logits = before(passed.logits)
+    if masks is not None:
+        logits = keep_allowed(logits, masks)
+    tokens, logprobs = target_tokens(logits, tree, inputs, batch.draw, future.logit_states)
+    tokens, hidden, features = after(tokens), spread(passed.hidden), spread(passed.features)
     # a greedy batch needs only its tokens
     states = None if batch.draw.greedy else hidden
     outputs = NodeOutputs(tokens, features, logprobs, states, tree.draft_rows)
@@ -171,7 +201,8 @@ def verify_stage(
     batch: Batch | None = None,
 ) -> tuple[DeviceState, VerifyOutput]:
     batch = batch or active_batch(resident, state.future, slots, config)
-    verified, kv, future = verify(batch, state.pools.target, state.future, tree, config)
+    passed, kv = run_target(batch, state.pools.target, tree, config)
+    verified, kv, future = judge(batch, kv, state.future, tree, passed, config)
     return DeviceState(replace(state.pools, target=kv), future), verified
 
 
@@ -200,6 +231,52 @@ def extend_stage(
     state = DeviceState(replace(pools, draft=draft), future)
     outputs = verified.outputs
     return state, RoundOutput(verified.packed, outputs.logprobs, outputs.hidden_states)
+
+
+# The two calls of a round in which a grammar limits a request. The second needs bits from the host,
+# which walks the grammar over the drafts during the first. It also drafts for the next round, so
+# that the next first call needs nothing from the host.
+
+
+def target_stage(
+    resident: Resident, state: DeviceState, slots: Array, tree: VerifyInput, *, config: RoundConfig
+) -> tuple[DeviceState, TargetPass]:
+    batch = active_batch(resident, state.future, slots, config)
+    passed, kv = run_target(batch, state.pools.target, tree, config)
+    return DeviceState(replace(state.pools, target=kv), state.future), passed
+
+
+def finish_stage(
+    resident: Resident,
+    state: DeviceState,
+    slots: Array,
+    tree: VerifyInput,
+    passed: TargetPass,
+    masks: Array,
+    forced: Array,
+    *,
+    config: RoundConfig,
+) -> tuple[DeviceState, tuple[RoundOutput, VerifyInput]]:
+    """Draw with ``masks`` i32 ``[B, T, V / 32]``, accept, extend, and draft for the next round.
+
+    ``forced`` i32 ``[B, T, 1 + S]`` are the tokens that the grammar forces after each node, then
+    -1. If the text ends with the first one, the others become the drafts.
+    """
+    batch = active_batch(resident, state.future, slots, config)
+    verified, kv, future = judge(
+        batch, state.pools.target, state.future, tree, passed, config, masks
+    )
+    state = DeviceState(replace(state.pools, target=kv), future)
+    state, out = extend_stage(resident, state, slots, verified, config=config, batch=batch)
+    state, tree = draft_stage(resident, state, slots, config=config)
+    if config.shape.steps and config.algorithm.takes_forced_drafts:
+        last = jnp.maximum(verified.num_accepted_tokens - 1, 0)
+        node = jnp.take_along_axis(verified.accept_index, last[:, None], axis=1)
+        after = jnp.take_along_axis(forced, jnp.maximum(node, 0)[:, :, None], axis=1)[:, 0]
+        fits = (node[:, 0] >= 0) & (after[:, 0] == verified.bonus_tokens)
+        fits &= batch.sampling.speculates > 0
+        tree = with_forced(tree, jnp.where(fits[:, None], after[:, 1:], -1))
+    return state, (jax.tree.map(lambda leaf: leaf[None], out), tree)
 
 
 def spec_round(

@@ -58,6 +58,10 @@ class Standalone(NetworkAlgorithm):
         return (opened,)
 
     @property
+    def takes_forced_drafts(self) -> bool:
+        return False  # the KV of accepted drafts is that of drafting
+
+    @property
     def lookahead(self) -> int:
         """The KV of a token is certain to exist only once two more tokens follow it."""
         return 2

@@ -53,6 +53,41 @@ def truncate(tree: VerifyInput, nodes: int) -> VerifyInput:
     )
 
 
+def with_forced(tree: VerifyInput, forced: Array) -> VerifyInput:
+    """Replace the drafts of rows with ``forced`` tokens i32 ``[B, S]``, of which -1 ends each row.
+
+    A tree that has these tokens as a path from its root is kept. Otherwise, they become a chain,
+    and there are no other drafts.
+    """
+    width = tree.draft_tokens.shape[1]
+    depth = jnp.arange(forced.shape[1], dtype=jnp.int32)
+    count = jnp.sum(jnp.cumprod(forced >= 0, axis=1), axis=1, dtype=jnp.int32)
+    node, is_path, is_child = jnp.zeros_like(count), count >= 0, tree.is_child
+    for level in range(forced.shape[1]):
+        children = jnp.take_along_axis(is_child, node[:, None, None], axis=1)[:, 0]
+        fits = children & (tree.draft_tokens == forced[:, level, None])
+        is_path &= fits.any(axis=1) | (level >= count)
+        node = jnp.argmax(fits, axis=1).astype(jnp.int32)
+    drafts = jnp.zeros((len(count), width - 1), jnp.int32)
+    drafts = drafts.at[:, : forced.shape[1]].set(jnp.where(depth < count[:, None], forced, 0))
+    root = tree.draft_tokens[:, :1]
+    chain = chain_input(jnp.concatenate([root, drafts], axis=1), tree.positions[:, 0], count)
+
+    def pick(own: Array, new: Array) -> Array:
+        return jnp.where(is_path.reshape(-1, *[1] * (own.ndim - 1)), own, new)
+
+    rows = tree.draft_rows
+    return replace(
+        tree,
+        draft_tokens=pick(tree.draft_tokens, chain.draft_tokens),
+        num_proposed=pick(tree.num_proposed, chain.num_proposed),
+        parents=pick(tree.parents, chain.parents),
+        positions=pick(tree.positions, chain.positions),
+        tree_mask=pick(tree.tree_mask, chain.tree_mask),
+        draft_rows=None if rows is None else pick(rows, jnp.full_like(rows, -1)),
+    )
+
+
 def select_tree(
     bonus_tokens: Array,
     seq_lens: Array,

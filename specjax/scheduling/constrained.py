@@ -1,0 +1,101 @@
+"""Rounds in which a grammar limits a request: two calls, between which the host computes masks.
+
+The first call is the target pass over the drafts. While it runs, the host reads the tokens of the
+round before, walks the grammars over the drafts, and uploads masks and forced tokens. The second
+call draws, accepts, extends, and drafts for the next round, whose first call follows at once.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from specjax.runtime.runner import Dispatched, ModelRunner
+from specjax.runtime.runner_config import pick_bucket
+from specjax.scheduling.request import RunningRequest
+from specjax.speculative.round import TargetPass
+from specjax.types import DraftShape, VerifyInput
+
+
+@dataclass(frozen=True)
+class Started:
+    """A round whose first call has been dispatched."""
+
+    rows: Sequence[RunningRequest]
+    tier: DraftShape
+    tree: VerifyInput
+    passed: TargetPass
+
+
+def is_constrained(rows: Sequence[RunningRequest]) -> bool:
+    return any(row.request.constraint is not None for row in rows)
+
+
+class ConstrainedRounds:
+    """Runs one round at a time; a request may end between its calls."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+        self._started: Started | None = None
+        # slots and tier of the round before, and its drafts for the next one
+        self._drafted: tuple[list[int], DraftShape, VerifyInput] | None = None
+
+    @property
+    def rows(self) -> list[RunningRequest]:
+        """The rows of a started round that have not ended."""
+        rows = self._started.rows if self._started else ()
+        return [row for row in rows if not row.is_released]
+
+    def clear(self) -> None:
+        self._started = self._drafted = None
+
+    def start(self, rows: Sequence[RunningRequest], tier: DraftShape) -> None:
+        """Dispatch the first call, and before it the drafting if the rows or the tier are new."""
+        slots = [row.slot for row in rows]
+        if self._drafted is not None and self._drafted[:2] == (slots, tier):
+            tree = self._drafted[2]
+        else:
+            tree = self._runner.draft(slots, tier)
+        for array in (tree.draft_tokens, tree.parents, tree.num_proposed):
+            array.copy_to_host_async()
+        passed = self._runner.run_target(slots, tier, tree)
+        self._started, self._drafted = Started(rows, tier, tree, passed), None
+
+    def finish(self) -> tuple[Sequence[RunningRequest], Dispatched | None]:
+        """Compute the masks and dispatch the second call; the texts of all rows must be known.
+
+        Returns the rows with their results, ``None`` if all have ended. A request whose grammar
+        allows no token is finished without one.
+        """
+        assert self._started is not None
+        (rows, tier), tree = (self._started.rows, self._started.tier), self._started.tree
+        passed, self._started = self._started.passed, None
+        masks, forced = self._limits(rows, tier, tree)
+        is_live = [not (row.is_released or row.request.is_finished) for row in rows]
+        if not any(is_live):
+            return rows, None
+        slots = [row.slot if live else 0 for row, live in zip(rows, is_live, strict=True)]
+        result, tree = self._runner.finish_round(slots, tier, tree, passed, masks, forced)
+        self._drafted = slots, tier, tree
+        return rows, result
+
+    def _limits(
+        self, rows: Sequence[RunningRequest], tier: DraftShape, tree: VerifyInput
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Masks i32 ``[bucket, T, V / 32]`` and forced tokens i32 ``[bucket, T, 1 + S]``."""
+        batch = pick_bucket(len(rows), self._runner.config.batch_buckets)
+        words = self._runner.tables.masks.shape[1]
+        masks = np.full((batch, tier.nodes, words), -1, np.int32)
+        forced = np.full((batch, tier.nodes, 1 + tier.steps), -1, np.int32)
+        tokens, parents, counts = map(
+            np.asarray, (tree.draft_tokens, tree.parents, tree.num_proposed)
+        )
+        for i, row in enumerate(rows):
+            constraint = row.request.constraint
+            if constraint is None or row.is_released:
+                continue
+            nodes = slice(1 + counts[i])
+            own = tokens[i, nodes].tolist(), parents[i, nodes].tolist()
+            constraint.fill(*own, masks[i], forced[i])
+            row.request.check_constraint()
+        return masks, forced
