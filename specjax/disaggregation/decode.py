@@ -27,7 +27,7 @@ from specjax.disaggregation.messages import Arrival, Cancel, Job, Message, Piece
 from specjax.disaggregation.prefill import DecodeClient, PrefillJobs
 from specjax.disaggregation.rows import MOST_TOKENS, KVTransfer
 from specjax.runtime.runner import ModelRunner
-from specjax.sampling.params import SamplingParams
+from specjax.sampling.params import GRAMMARS, SamplingParams
 from specjax.scheduling.loop import EngineLoop, start_device_thread
 from specjax.scheduling.prompt_source import FirstToken, PromptSource
 from specjax.scheduling.request import Request, RunningRequest
@@ -218,6 +218,7 @@ class RemotePrompts(PromptSource):
             logprob_start_len=request.logprob_start_len,
             return_hidden_states=request.arguments.return_hidden_states,
             timeout=left,
+            mask=request.mask,
         )
         try:
             peer.send(job)
@@ -365,7 +366,7 @@ class LocalPeer(PrefillPeer):
 
 
 def _json(params: SamplingParams) -> dict[str, Any]:
-    """Convert sampling parameters to JSON values; :meth:`SamplingParams.of` is the inverse."""
+    """Convert sampling parameters except grammars to JSON values, for ``SamplingParams.of``."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, Mapping):
@@ -376,7 +377,8 @@ def _json(params: SamplingParams) -> dict[str, Any]:
         kinds = (bool, int, float, str)
         return next((kind(value) for kind in kinds if isinstance(value, kind)), value)
 
-    return {name: plain(value) for name, value in asdict(params).items()}
+    values = asdict(params).items()
+    return {name: plain(value) for name, value in values if name not in GRAMMARS}
 
 
 def _logprobs(arrays: tuple[Any, ...] | None, count: int, top: int | None) -> Logprobs:

@@ -60,6 +60,7 @@ class Job(_Struct, frozen=True):
     logprob_start_len: int | None  # first prompt token to return log-probabilities for
     return_hidden_states: bool
     timeout: float | None  # seconds for which the job is needed; ``None`` for no limit
+    mask: Array | None = None  # i32 [V / 32], bits of the tokens that a grammar allows first
 
 
 class Cancel(_Struct, frozen=True):

@@ -32,6 +32,10 @@ class PrefillRequest(Request):
     rows: tuple[Any, ...] | None = field(default=None, init=False)  # inputs of the first round
     weights: str = field(default="", init=False)  # fingerprint at the end of prefill
 
+    @property
+    def mask(self) -> np.ndarray | None:
+        return None if self.job.mask is None else np.asarray(self.job.mask)
+
 
 class PrefillJobs(PromptSource):
     """Runs jobs from decode sides and sends the KV after each chunk.
@@ -44,6 +48,7 @@ class PrefillJobs(PromptSource):
         self.transfer = KVTransfer(runner)
         self._lookahead = runner.config.algorithm.lookahead
         self.vocab_size = runner.networks.target_config.vocab_size
+        self.num_words = runner.tables.masks.shape[1]
         # number of tokens whose KV was sent; a job that is restarted sends all KV again
         self._sent: dict[RunningRequest, int] = {}
         self._clients: set[DecodeClient] = set()
@@ -140,6 +145,10 @@ class DecodeClient:
         if ids.min() < 0 or ids.max() >= size:
             raise ValueError(f"input_ids must be in [0, {size}); got {ids.min()} to {ids.max()}")
         check_integer("start", job.start, 0, len(ids) - 1)
+        if (mask := job.mask) is not None:
+            mask, words = np.asarray(mask), self._jobs.num_words
+            if mask.dtype != np.int32 or mask.shape != (words,) or not words:
+                raise ValueError(f"mask {mask.dtype}{list(mask.shape)} must be int32[{words}]")
         start = job.logprob_start_len
         arguments = GenerateRequest(
             rid=new_id(),

@@ -211,6 +211,7 @@ class KVTransfer:
             "lookahead": config.algorithm.lookahead,
             "processed_logprobs": config.processed_logprobs,
             "enable_deterministic_inference": config.deterministic,
+            "grammar_backend": config.has_grammars,
             "kv": kv,
         }
         rows = [[list(row.shape), str(row.dtype)] for row in self._rows]

@@ -37,7 +37,7 @@ class Constraint:
     @property
     def is_complete(self) -> bool:
         """Whether nothing may follow the text any more."""
-        return bool(self._matcher.is_stopped())
+        return self._matcher.is_stopped() and not self._matcher.is_error()
 
     def advance(self, tokens: Sequence[int]) -> int:
         """Add tokens until the grammar is complete or forbids one; return how many were added."""
@@ -52,7 +52,8 @@ class Constraint:
     def mask(self) -> np.ndarray:
         """The mask i32 ``[V / 32]`` of the text."""
         mask = np.zeros(self._num_words, np.int32)
-        self._matcher.deep_copy().unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        if not _compute(self._matcher.deep_copy(), mask):
+            mask[:] = 0
         return mask
 
     def fill(
@@ -74,8 +75,7 @@ class Constraint:
 
         def visit(node: int) -> None:
             mask = masks[node]
-            matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
-            if not mask.any():
+            if not _compute(matcher, mask):
                 mask[:] = -1
                 if node == 0:
                     self.error = matcher.get_error() or NO_TOKEN
@@ -88,6 +88,14 @@ class Constraint:
                     matcher.rollback(1)
 
         visit(0)
+
+
+def _compute(matcher: Any, mask: np.ndarray) -> bool:
+    """Write the mask of a matcher; return whether any token may follow."""
+    matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+    # where no token fits, the library stops and allows the end token
+    is_dead = matcher.is_stopped() and not matcher.is_accepting()
+    return not is_dead and bool(mask.any())
 
 
 class GrammarCompiler:

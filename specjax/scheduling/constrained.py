@@ -37,8 +37,8 @@ class ConstrainedRounds:
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
         self._started: Started | None = None
-        # slots and tier of the round before, and its drafts for the next one
-        self._drafted: tuple[list[int], DraftShape, VerifyInput] | None = None
+        # rows and tier of the round before, and its drafts for the next one
+        self._drafted: tuple[Sequence[RunningRequest], DraftShape, VerifyInput] | None = None
 
     @property
     def rows(self) -> list[RunningRequest]:
@@ -52,7 +52,8 @@ class ConstrainedRounds:
     def start(self, rows: Sequence[RunningRequest], tier: DraftShape) -> None:
         """Dispatch the first call, and before it the drafting if the rows or the tier are new."""
         slots = [row.slot for row in rows]
-        if self._drafted is not None and self._drafted[:2] == (slots, tier):
+        # compare requests, because a slot may have a new one
+        if self._drafted is not None and self._drafted[:2] == (rows, tier):
             tree = self._drafted[2]
         else:
             tree = self._runner.draft(slots, tier)
@@ -76,7 +77,7 @@ class ConstrainedRounds:
             return rows, None
         slots = [row.slot if live else 0 for row, live in zip(rows, is_live, strict=True)]
         result, tree = self._runner.finish_round(slots, tier, tree, passed, masks, forced)
-        self._drafted = slots, tier, tree
+        self._drafted = rows, tier, tree
         return rows, result
 
     def _limits(

@@ -335,13 +335,18 @@ class Request:
             self.check_constraint()
         return len(tokens)
 
+    @property
+    def mask(self) -> np.ndarray | None:
+        """Bits i32 ``[V / 32]`` of the tokens that the grammar allows next."""
+        return None if self.constraint is None else self.constraint.mask()
+
     def check_constraint(self) -> None:
         """End the request if its grammar is complete, or if it cannot be continued."""
         assert self.constraint is not None
-        if self.constraint.is_complete:
-            self.finish({"type": "stop", "matched": None})
-        elif self.constraint.error:
+        if self.constraint.error:
             self.finish({"type": "abort", "message": f"grammar: {self.constraint.error}"})
+        elif self.constraint.is_complete:
+            self.finish({"type": "stop", "matched": None})
 
     def _append_reports(
         self, kept: Sequence[int], logprobs: Logprobs | None, states: np.ndarray | None

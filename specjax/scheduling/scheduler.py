@@ -352,7 +352,7 @@ class Scheduler:
                 top_logprobs=request.top_logprobs,
                 hidden_states=request.arguments.return_hidden_states,
                 cached_ids=row.prefill_ids[: row.kv_len],
-                mask=None if request.constraint is None else request.constraint.mask(),
+                mask=request.mask,
             )
         except Exception as error:
             self.fail(request, error)
@@ -371,8 +371,9 @@ class Scheduler:
         if started:
             while any(row.unread_rounds or row.awaits_first for row in flight.constrained.rows):
                 self._read_until(len(flight) - 1)
-            for row in flight.finish_constrained():
-                self._end(row)
+            if flight.constrained.rows:  # reading may have ended them all
+                for row in flight.finish_constrained():
+                    self._end(row)
         rows = self._rows_with_pages()
         if is_constrained(rows):
             flight.start_constrained(rows)

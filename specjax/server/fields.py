@@ -48,7 +48,7 @@ NAMES = {
         name: name
         for name in "temperature top_p top_k min_p frequency_penalty presence_penalty "
         "repetition_penalty logit_bias n stop stop_token_ids ignore_eos speculative no_stop_trim "
-        "skip_special_tokens simulate_acceptance".split()
+        "skip_special_tokens simulate_acceptance json_schema regex ebnf structural_tag".split()
     },
     "include_stop_str_in_output": "no_stop_trim",
 }
@@ -59,7 +59,7 @@ IGNORED = frozenset(
     "parallel_tool_calls prediction separate_reasoning stream_reasoning log_metrics "
     "no_logs priority request_id".split()
 )
-_GRAMMAR = "constrained decoding is not supported"
+_GRAMMAR = "use response_format or structured_outputs"
 _TOOLS = "tool calls are not supported; tool_choice 'none' passes tools to the chat template"
 _TEXT = "only text is supported"
 _BEAM = "beam search is not supported"
@@ -70,10 +70,9 @@ _SCORES = "use return_logprob and top_logprobs_num"
 REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
     name: (reason, neutral)
     for names, reason, neutral in (
-        ("response_format", _GRAMMAR, ({"type": "text"},)),
         ("guided_json guided_regex guided_choice guided_grammar", _GRAMMAR, ()),
-        ("structured_outputs json_schema regex ebnf structural_tag grammar", _GRAMMAR, ()),
-        ("allowed_token_ids", _GRAMMAR, ()),
+        ("grammar", "it is called ebnf here", ()),
+        ("allowed_token_ids", "use regex or ebnf", ()),
         ("tools functions", _TOOLS, ([],)),
         ("tool_choice function_call", _TOOLS, ("none", "auto")),
         ("web_search_options", _TOOLS, ()),
@@ -114,7 +113,7 @@ REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
     for name in names.split()
 }
 # Fields that some routes accept and others do not.
-SAMPLING = frozenset((*NAMES, *NAMES.values()))
+SAMPLING = frozenset((*NAMES, *NAMES.values(), "response_format", "structured_outputs"))
 ELSEWHERE = SAMPLING | frozenset(
     "prompt messages text input_ids sampling_params echo logprobs top_logprobs return_logprob "
     "top_logprobs_num logprob_start_len max_completion_tokens".split()

@@ -14,6 +14,7 @@ from specjax.scheduling.request import TokenLogprob, new_id
 from specjax.server.answers import LEAST, Answer, Result, Sent, Tops, finite
 from specjax.server.fields import INPUTS, NAMES, ApiError, Body, client_names, finish_fields
 from specjax.server.service import MAX_REPORTED, Service
+from specjax.server.structured import take_grammar
 
 DEFAULT_TOKENS = 16
 MAX_LOGPROBS = 20
@@ -78,6 +79,7 @@ def take_shown(body: Body) -> tuple[bool, dict[str, bool]]:
 def take_params(body: Body, max_tokens: int) -> SamplingParams:
     """Read sampling parameters from OpenAI's fields; ``max_tokens`` is used if none is sent."""
     given: dict[str, Any] = {NAMES[name]: body.take(name) for name in NAMES if name in body}
+    given |= take_grammar(body, given)
     given.setdefault("max_new_tokens", max_tokens)
     if given.get("top_k") == 0 and is_integer(given["top_k"]):
         given["top_k"] = -1  # vLLM also accepts 0 to turn it off

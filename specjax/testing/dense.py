@@ -83,13 +83,26 @@ def dense_logits(weights: Weights, ids: Sequence[int], config: ModelConfig = TAR
     return np.asarray(_dense_function(config)(weights, padded))[: len(ids)]
 
 
-def dense_decode(weights: Weights, job: Job, config: ModelConfig = TARGET) -> Output:
-    """Decode a job token by token with the target's weights, ``engine.runner.weights[0]``."""
+def dense_decode(
+    weights: Weights,
+    job: Job,
+    config: ModelConfig = TARGET,
+    allowed: Callable[[Sequence[int]], Collection[int]] | None = None,
+) -> Output:
+    """Decode a job token by token with the target's weights, ``engine.runner.weights[0]``.
+
+    ``allowed`` returns the tokens that may follow a completion; it ends where there are none.
+    """
     params, output = job.params, Output()
     while not output.is_over(job):
         produced = [*job.done, *output.tokens]
         ids = [*job.prompt, *produced]
         raw = dense_logits(weights, ids, config)[-1].astype(np.float64)
+        if allowed is not None:
+            tokens = allowed(produced)
+            if not tokens:
+                break
+            raw[list(set(range(len(raw))) - set(tokens))] = -np.inf
         logits = adjusted_logits(raw, job.prompt, produced, params, job.ends)
         if not params.is_greedy:
             logits = logits / params.temperature

@@ -181,6 +181,7 @@ def draw_engine(rng: np.random.Generator, algorithm: str, drafts: Drafts) -> Opt
         "rounds_per_dispatch": one_of(rng, (1, 1, 2, 4)),
         "overlap": chance(rng, 0.6),
         "disable_radix_cache": chance(rng, 0.3),
+        "grammar_backend": one_of(rng, (None, "llguidance")),
     } | ALGORITHMS[algorithm](rng, drafts)
     is_split, is_apart = chance(rng, SPLIT), chance(rng, APART)
     sizes = {
@@ -295,15 +296,31 @@ def to_the_end(wish: Wish, temperature: float, room: int) -> Wish:
         stop_token_ids=None,
         stop=None,
         n=1,
+        **dict.fromkeys(("json_schema", "regex", "ebnf")),
     )
     options = {name: value for name, value in wish.options.items() if name != "logprob_start_len"}
     return replace(wish, prompt=prompt, params=params, options=options, abort_at=None, timeout=None)
+
+
+GRAMMARS: tuple[Options, ...] = (
+    {"regex": "[a-f]{3,40}(xyz|uvw)+"},
+    {"json_schema": {"enum": ["a", 17, "abcabcabcabc", {"a": [1, 2, {"b": None}]}]}},
+    {"json_schema": {"type": "object", "properties": {"k": {"type": "string"}}}},
+    {"ebnf": 'start: "(" start ")" | "[" start "]" | /[0-9]+/'},
+)
+
+
+def constrained(rng: np.random.Generator, wish: Wish) -> Wish:
+    """The same request with a grammar."""
+    params = replace(wish.params, min_new_tokens=0, **one_of(rng, GRAMMARS))
+    return replace(wish, params=params)
 
 
 def without_count(wish: Wish) -> Wish:
     """The same request, with tokens that do not depend on the end of the prompt."""
     params = replace(
         wish.params,
+        **dict.fromkeys(("json_schema", "regex", "ebnf")),
         repetition_penalty=1.0,
         frequency_penalty=0.0,
         presence_penalty=0.0,

@@ -20,6 +20,7 @@ from .draws import (
     Options,
     Wish,
     chance,
+    constrained,
     draw_phrases,
     draw_wish,
     one_of,
@@ -66,6 +67,7 @@ class Reference:
     def of(cls, files: Files) -> "Reference":
         sizes = {"max_running_requests": 8, "batch_buckets": (8,), "page_size": 16}
         options: Options = sizes | {"dtype": "float32", "disable_radix_cache": True}
+        options["grammar_backend"] = "llguidance"
         old = files.engine(speculative=False, **options)
         new = files.engine(speculative=False, share_weights_with=old, **options)
         tensors = other_target(old)
@@ -198,6 +200,8 @@ class Trial:
     def draw_batch(self, event: str, room: int) -> list[Wish]:
         phrases = draw_phrases(self.rng)
         wishes = [draw_wish(self.rng, phrases, room) for _ in range(BATCH)]
+        if self.options["grammar_backend"] and chance(self.rng, 0.7):
+            wishes = [constrained(self.rng, x) if chance(self.rng, 0.4) else x for x in wishes]
         is_quiet = chance(self.rng, 0.2)
         # two requests that a small pool cannot hold at once, and one that its caller always aborts
         for i, temperature in enumerate((0.0, 0.8, 0.0)):

@@ -1,0 +1,253 @@
+"""Texts that a grammar limits: equal to plain decoding with masks, valid, and refused by name."""
+
+import json
+import re
+import threading
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+
+from specjax import Engine, SamplingParams
+from specjax.engine.requests import make_grammars
+from specjax.sampling.grammar import Constraint
+from specjax.testing import Files
+from specjax.testing.dense import Job, dense_decode
+from specjax.testing.files import CONFIG, EOS_ID, LETTERS
+
+ON = {"grammar_backend": "llguidance", "max_running_requests": 4, "batch_buckets": (4,)}
+PERSON = {
+    "type": "object",
+    "properties": {"id": {"type": "integer"}, "tag": {"enum": ["alpha", "beta"]}},
+    "required": ["id", "tag"],
+    "additionalProperties": False,
+}
+GRAMMARS: list[dict[str, Any]] = [
+    {"json_schema": PERSON},
+    {"regex": "(ab|ac[0-9]{2,9}){1,4}-end"},
+    {"ebnf": 'start: "(" start ")" | "[" start "]" | /[0-9]{1,3}/'},
+    {"json_schema": {"type": "array", "items": {"type": "boolean"}, "maxItems": 5}},
+]
+SAMPLED = [
+    {"temperature": 0.0},
+    {"temperature": 1.0},
+    {"temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.3, "frequency_penalty": 0.4},
+    {"temperature": 1.2, "min_p": 0.02, "logit_bias": {LETTERS.index("z"): 100.0, 3: 5.0}},
+]
+# a grammar and what it says about values
+SCHEMAS: list[dict[str, Any]] = [
+    {"type": "integer", "minimum": -3, "maximum": 12},
+    {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
+    {"type": "string", "pattern": "^[a-c]{2,4}[0-9]$"},
+    {"type": "string", "maxLength": 6},
+    {"enum": ["red", 7, None, {"a": [1]}]},
+    {"const": {"deep": [{"er": "x"}]}},
+    {"anyOf": [{"type": "boolean"}, {"type": "array", "items": {"const": 0}, "maxItems": 3}]},
+    {
+        "type": "object",
+        "properties": {"a": {"type": "boolean"}, "b": {"type": "null"}},
+        "additionalProperties": False,
+    },
+    {
+        "$ref": "#/$defs/node",
+        "$defs": {
+            "node": {
+                "type": "object",
+                "properties": {
+                    "v": {"enum": [1, 2]},
+                    "next": {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/node"}]},
+                },
+                "required": ["v", "next"],
+                "additionalProperties": False,
+            }
+        },
+    },
+    {"type": "array", "prefixItems": [{"const": "a"}, {"type": "null"}], "items": False},
+    {"type": "string", "format": "date"},
+    {"oneOf": [{"const": "yes"}, {"const": "no"}]},
+]
+PROMPT = [5, 17, 40, 3, 17, 40]
+
+
+@pytest.fixture(scope="module")
+def engine(files: Files) -> Iterator[Engine]:
+    with files.engine(**ON) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def tree(files: Files, engine: Engine) -> Iterator[Engine]:
+    sizes = {"speculative_eagle_topk": 2, "speculative_num_draft_tokens": 7, "overlap": True}
+    with files.engine(**ON, **sizes, share_weights_with=engine) as made:
+        yield made
+
+
+def constraint_of(engine: Engine, grammar: dict[str, Any]) -> Constraint:
+    name, text = SamplingParams(**grammar).grammar or ("", "")
+    return make_grammars(engine._plan, engine.tokenizer).compile(name, text)
+
+
+def allowed_by(engine: Engine, grammar: dict[str, Any]) -> Any:
+    def allowed(produced: Sequence[int]) -> Collection[int]:
+        constraint = constraint_of(engine, grammar)
+        assert constraint.advance(produced) == len(produced)
+        if constraint.is_complete:
+            return ()
+        bits = np.unpackbits(constraint.mask().view(np.uint8), bitorder="little")
+        return set(np.flatnonzero(bits).tolist())
+
+    return allowed
+
+
+def jobs() -> list[dict[str, Any]]:
+    return [
+        {"max_new_tokens": 40, "sampling_seed": i} | grammar | how
+        for i, (grammar, how) in enumerate((g, s) for g in GRAMMARS for s in SAMPLED)
+    ]
+
+
+def test_tokens_equal_dense_decoding_with_masks(engine: Engine, tree: Engine) -> None:
+    """Alone and among others, with and without grammars, chains and trees."""
+    requests = jobs()
+    expected = []
+    for one in requests:
+        job = Job(
+            prompt=tuple(PROMPT),
+            params=SamplingParams(**one),
+            seed=one["sampling_seed"],
+            ends=(EOS_ID,),
+        )
+        grammar = {name: one[name] for name in one if name in ("json_schema", "regex", "ebnf")}
+        allowed = allowed_by(engine, grammar)
+        expected.append(dense_decode(engine.runner.weights[0], job, CONFIG, allowed).tokens)
+    assert len({tuple(tokens) for tokens in expected}) > 10
+    free = {"max_new_tokens": 30, "temperature": 0.9, "sampling_seed": 99}
+    alone = engine.generate(input_ids=PROMPT, sampling_params=free)["output_ids"]
+    for one in (engine, tree):
+        mixed = [x for request in requests for x in (request, free)]
+        outputs = one.generate(input_ids=[PROMPT] * len(mixed), sampling_params=mixed)
+        assert [x["output_ids"] for x in outputs[::2]] == expected
+        assert all(x["output_ids"] == alone for x in outputs[1::2])
+        reasons = {x["meta_info"]["finish_reason"]["type"] for x in outputs[::2]}
+        assert reasons == {"stop", "length"}
+
+
+@pytest.mark.parametrize("schema", SCHEMAS, ids=lambda schema: json.dumps(schema)[:40])
+def test_finished_answers_are_valid(engine: Engine, schema: dict[str, Any]) -> None:
+    params = [{"temperature": 1.0, "sampling_seed": i, "json_schema": schema} for i in range(4)]
+    outputs = engine.generate(
+        input_ids=[PROMPT] * 4, sampling_params=[{"max_new_tokens": 100} | one for one in params]
+    )
+    finished = [x for x in outputs if x["meta_info"]["finish_reason"]["type"] == "stop"]
+    if "$ref" not in schema:  # a random model hardly ends a list
+        assert finished
+    for output in finished:
+        jsonschema.validate(json.loads(output["text"]), schema)
+
+
+def test_forced_tokens_are_drafted(engine: Engine) -> None:
+    """The head knows nothing of this text, of which each token follows from the one before."""
+    text = LETTERS[:60]
+    output = engine.generate(
+        input_ids=PROMPT, sampling_params={"regex": re.escape(text), "max_new_tokens": 80}
+    )
+    assert output["text"] == text
+    # the first round has the head's drafts
+    assert output["meta_info"]["spec_accept_length"] > 3.5
+    plain = {"regex": re.escape(text), "max_new_tokens": 80, "speculative": False}
+    assert engine.generate(input_ids=PROMPT, sampling_params=plain)["text"] == text
+
+
+def test_log_probabilities_are_those_of_allowed_tokens(engine: Engine) -> None:
+    params = {"regex": "abcd[xy]", "temperature": 1.0, "sampling_seed": 1, "max_new_tokens": 20}
+    output = engine.generate(
+        input_ids=PROMPT, sampling_params=params, return_logprob=True, top_logprobs_num=3
+    )
+    meta = output["meta_info"]
+    values = [value for value, *_ in meta["output_token_logprobs"]]
+    assert values[:4] == pytest.approx([0.0] * 4, abs=1e-6)
+    best = {token: value for value, token, _ in meta["output_top_logprobs"][4]}
+    assert np.exp([best[LETTERS.index(x)] for x in "xy"]).sum() == pytest.approx(1, abs=1e-5)
+
+
+def test_a_text_that_cannot_go_on_ends_with_a_reason(engine: Engine) -> None:
+    """The tokenizer has no token for the third character."""
+    output = engine.generate(
+        input_ids=[PROMPT, PROMPT],
+        sampling_params=[{"regex": "abé*éz", "max_new_tokens": 9}, {"max_new_tokens": 9}],
+    )
+    reason = output[0]["meta_info"]["finish_reason"]
+    assert reason["type"] == "abort"
+    assert "grammar: no token may follow" in reason["message"]
+    assert output[0]["text"] == "ab"
+    assert len(output[1]["output_ids"]) == 9
+
+
+def test_nothing_is_compiled_and_requests_may_leave(engine: Engine) -> None:
+    before = len(engine.runner.compiled.report)
+    stream = engine.generate(
+        input_ids=PROMPT,
+        sampling_params={"regex": "[ab]{90}", "max_new_tokens": 90},
+        stream=True,
+    )
+    others: list[Any] = []
+
+    def other() -> None:
+        others.append(engine.generate(input_ids=PROMPT, sampling_params=jobs()[1]))
+
+    thread = threading.Thread(target=other)
+    for i, _ in enumerate(stream):
+        if i == 3:
+            thread.start()
+        if i == 8:
+            break
+    stream.close()
+    thread.join()
+    assert others == [engine.generate(input_ids=PROMPT, sampling_params=jobs()[1])] or (
+        others[0]["output_ids"]
+        == engine.generate(input_ids=PROMPT, sampling_params=jobs()[1])["output_ids"]
+    )
+    assert len(engine.runner.compiled.report) == before
+    assert engine.debug_state()["pages_held"] == 0
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"regex": "a(b"}, "(?s)regex=.*unclosed group"),
+        ({"json_schema": {"type": "nothing"}}, "json_schema=.*Invalid type: nothing"),
+        ({"json_schema": {"not": {"type": "null"}}}, "json_schema=.*Unimplemented keys.*not"),
+        ({"json_schema": "{"}, "json_schema='{'"),
+        ({"ebnf": "start: foo"}, "ebnf=.*unknown name"),
+        ({"structural_tag": {"structures": []}}, "structural_tag"),
+        ({"regex": "x" * 2**18 + "y"}, "regex has 262145 characters; at most 262144"),
+        ({"regex": "é"}, "regex='é': it allows no text"),
+        ({"regex": "a", "ebnf": "b"}, "give at most one of"),
+        ({"regex": 3}, "regex=3 must be a string"),
+        ({"regex": "a", "min_new_tokens": 2}, "min_new_tokens=2 must be 0 with regex"),
+    ],
+)
+def test_refusals(engine: Engine, params: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        engine.generate(input_ids=PROMPT, sampling_params=params)
+
+
+def test_an_engine_without_grammars_refuses_them(base_engine: Engine) -> None:
+    with pytest.raises(ValueError, match="regex='a' needs the engine option grammar_backend='llg"):
+        base_engine.generate(input_ids=PROMPT, sampling_params={"regex": "a"})
+
+
+def test_structural_tags_limit_what_is_between_them(engine: Engine) -> None:
+    tag = {
+        "structures": [{"begin": "<f=", "schema": {"enum": [12]}, "end": ">"}],
+        "triggers": ["<f="],
+    }
+    constraint = constraint_of(engine, {"structural_tag": json.dumps(tag)})
+    assert engine.tokenizer is not None
+    for text, count in (("anything<f=12>more", 18), ("a<f=13>", 5)):
+        ids = engine.tokenizer.encode(text, add_special_tokens=False)
+        fresh = constraint_of(engine, {"structural_tag": json.dumps(tag)})
+        assert fresh.advance(ids) == count, text
+    assert constraint.error == ""
