@@ -133,7 +133,8 @@ def make_grammars(plan: EnginePlan, tokenizer: Tokenizer | None) -> GrammarCompi
     args, config = plan.args, plan.target.config
     tokenizer = _need_tokenizer(tokenizer, "grammar_backend")
     spaces = not args.constrained_json_disable_any_whitespace
-    return GrammarCompiler(tokenizer, config.vocab_size, config.eos_token_ids, spaces=spaces)
+    text = tokenizer.backend.to_str()
+    return GrammarCompiler(text, config.vocab_size, config.eos_token_ids, spaces=spaces)
 
 
 class RequestFactory:

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from specjax.checks import ParameterError, short
-from specjax.text.tokenizer import Tokenizer
 
 try:
     import llguidance
@@ -102,17 +101,19 @@ class GrammarCompiler:
     """Compiles grammars, in the threads of their callers, and keeps the last ones."""
 
     def __init__(
-        self, tokenizer: Tokenizer, vocab_size: int, end_token_ids: Sequence[int], *, spaces: bool
+        self, tokenizer: str, vocab_size: int, end_token_ids: Sequence[int], *, spaces: bool
     ) -> None:
-        """With ``spaces``, JSON may have white space between its tokens."""
+        """``tokenizer`` is JSON of the library tokenizers.
+
+        With ``spaces``, JSON may have white space between its tokens.
+        """
         if llguidance is None:
             raise ValueError(
                 "grammar_backend='llguidance' needs the library llguidance; install "
                 "specjax[grammar]"
             )
         ends = [token for token in end_token_ids if token < vocab_size]
-        text = tokenizer.backend.to_str()
-        self._tokens = llguidance.LLTokenizer(text, n_vocab=vocab_size, eos_token=ends or None)
+        self._tokens = llguidance.LLTokenizer(tokenizer, n_vocab=vocab_size, eos_token=ends or None)
         self._num_words = -(-vocab_size // 32)
         self._json: Any = {} if spaces else {"whitespace_flexible": False}
         self._kept: OrderedDict[tuple[str, str], Any] = OrderedDict()

@@ -20,7 +20,9 @@ DEFAULT_TOKENS = 16
 MAX_LOGPROBS = 20
 
 
-@client_names("prompt", top_logprobs_num="logprobs", input_ids="prompt")
+@client_names(
+    "prompt", top_logprobs_num="logprobs", input_ids="prompt", json_schema="response_format"
+)
 def read_completion(service: Service, body: Body) -> tuple[Call, Answer]:
     model = service.check_model(body)
     prompt = service.take_inputs(body, "prompt")
@@ -140,7 +142,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 _RESERVED = ("messages", "add_generation_prompt", "continue_final_message")
 
 
-@client_names("messages", top_logprobs_num="top_logprobs")
+@client_names("messages", top_logprobs_num="top_logprobs", json_schema="response_format")
 def read_chat(service: Service, body: Body) -> tuple[Call, Answer]:
     """Check a request, render its chat template and tokenise the text."""
     model = service.check_model(body)

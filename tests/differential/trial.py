@@ -200,7 +200,7 @@ class Trial:
     def draw_batch(self, event: str, room: int) -> list[Wish]:
         phrases = draw_phrases(self.rng)
         wishes = [draw_wish(self.rng, phrases, room) for _ in range(BATCH)]
-        if self.options["grammar_backend"] and chance(self.rng, 0.7):
+        if self.options.get("grammar_backend") and chance(self.rng, 0.7):
             wishes = [constrained(self.rng, x) if chance(self.rng, 0.4) else x for x in wishes]
         is_quiet = chance(self.rng, 0.2)
         # two requests that a small pool cannot hold at once, and one that its caller always aborts
@@ -317,6 +317,7 @@ class Trial:
                 "greedy tokens": num_tokens * wish.params.is_greedy,
                 "seeded tokens": num_tokens * (not wish.params.is_greedy),
                 "samples": 1,
+                "constrained samples": wish.params.grammar is not None,
                 "timeouts": is_late,
                 "aborts": was_aborted(output, wish) and not is_late,
                 "switches": meta.get("spec_num_switches", 0),

@@ -469,7 +469,7 @@ def test_start_up_reports_sizes_and_the_resolved_head(files, engine, caplog, cap
         ({"messages": "hi"}, "messages"),
         ({"input_ids": [1] * 128}, "128 tokens must be shorter than context_length=128"),
         ({"prompt": "a", "sampling_params": {"top_pp": 2}}, r"\['top_pp'\] are not supported"),
-        ({"prompt": "a", "sampling_params": {"regex": "a"}}, "regex='a' is not supported"),
+        ({"prompt": "a", "sampling_params": {"regex": "a"}}, "regex='a' needs the engine option"),
         ({"prompt": "a", "return_logprob": 1}, "return_logprob=1 must be a bool"),
         ({"prompt": "a", "return_hidden_states": 1}, "return_hidden_states=1 must be a bool"),
         ({"prompt": "a", "top_logprobs_num": 2}, "needs return_logprob=True"),

@@ -11,7 +11,7 @@ from specjax.sampling.draw import SamplingConfig
 from specjax.sampling.params import SamplingParams
 from specjax.speculative.future_map import resolve
 from specjax.speculative.prefill import Chunk
-from specjax.speculative.round import Resident, RoundConfig, make_batch, verify
+from specjax.speculative.round import Resident, RoundConfig, judge, make_batch, run_target
 from specjax.speculative.tree import chain_input
 from specjax.testing import EAGLE3
 
@@ -126,7 +126,9 @@ def test_any_number_of_drafts_can_be_accepted(head):
     @jax.jit
     def one_round(kv_target, kv_draft, chain, lens):
         batch = replace(make_batch(resident, future, slots, config), seq_lens=lens)
-        out, kv_target, _ = verify(batch, kv_target, future, chain_input(chain, lens), config)
+        tree = chain_input(chain, lens)
+        passed, kv_target = run_target(batch, kv_target, tree, config)
+        out, kv_target, _ = judge(batch, kv_target, future, tree, passed, config)
         rows = resolve(future, slots)
         kv_draft, following = algorithm.extend(batch, kv_draft, rows, out, shape)
         return out, following, kv_target, kv_draft

@@ -1,0 +1,105 @@
+"""``response_format`` and ``structured_outputs`` over HTTP."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import jsonschema
+import pytest
+
+from specjax import Engine
+from specjax.server import make_app
+from specjax.testing import Client, Files, running
+
+CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
+SCHEMA = {
+    "type": "object",
+    "properties": {"n": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["n"],
+    "additionalProperties": False,
+}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}
+HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 60}
+
+
+@pytest.fixture(scope="module")
+def structured(files: Files, engine: Engine) -> Iterator[Client]:
+    options = {"grammar_backend": "llguidance", "constrained_json_disable_any_whitespace": True}
+    with (
+        files.engine(**options, share_weights_with=engine) as made,
+        running(make_app(made, served_model_name="tiny")) as port,
+    ):
+        yield Client(port)
+
+
+def test_answers_match_their_schema(structured: Client) -> None:
+    body = HELLO | {"response_format": FORMAT, "temperature": 1.0, "n": 2, "seed": 4}
+    answer = structured.post(CHAT, body).json()
+    texts = [choice["message"]["content"] for choice in answer["choices"]]
+    for text in texts:
+        jsonschema.validate(json.loads(text), SCHEMA)
+        assert " " not in text
+    assert {choice["finish_reason"] for choice in answer["choices"]} == {"stop"}
+    streamed = ["", ""]
+    for event in structured.post(CHAT, body | {"stream": True}).events():
+        for choice in event["choices"]:
+            streamed[choice["index"]] += choice["delta"].get("content") or ""
+    assert streamed == texts
+
+
+@pytest.mark.parametrize(
+    ("fields", "texts"),
+    [
+        ({"structured_outputs": {"choice": ["yes", 'n"o']}}, {"yes", 'n"o'}),
+        ({"structured_outputs": {"regex": "[ab]c"}}, {"ac", "bc"}),
+        ({"structured_outputs": {"grammar": 'start: "k" | "l"'}}, {"k", "l"}),
+        ({"structured_outputs": {"json": {"enum": [3, 4]}, "regex": None}}, {"3", "4"}),
+        ({"regex": "xyz"}, {"xyz"}),
+        ({"ebnf": 'root ::= "u" | "v"'}, {"u", "v"}),
+    ],
+)
+def test_other_fields(structured: Client, fields: dict[str, Any], texts: set[str]) -> None:
+    answer = structured.post(COMPLETIONS, {"prompt": "a", "max_tokens": 20} | fields)
+    assert answer.json()["choices"][0]["text"] in texts
+
+
+def test_json_object_and_native_parameters(structured: Client) -> None:
+    body = HELLO | {"response_format": {"type": "json_object"}, "max_tokens": 3}
+    assert structured.post(CHAT, body).json()["choices"][0]["message"]["content"][0] == "{"
+    sampling = {"json_schema": json.dumps(SCHEMA), "max_new_tokens": 60}
+    text = structured.post(GENERATE, {"text": "a", "sampling_params": sampling}).json()["text"]
+    jsonschema.validate(json.loads(text), SCHEMA)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"response_format": {"type": "xml"}}, "response_format", "must have the type text"),
+        ({"response_format": {"type": "json_schema"}}, "response_format", "json_schema.schema"),
+        (
+            {"response_format": FORMAT, "structured_outputs": {"regex": "a"}},
+            "structured_outputs",
+            "give only one of response_format, structured_outputs",
+        ),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs", "list of strings"),
+        ({"structured_outputs": {"magic": 1}}, "structured_outputs", "must have one of json"),
+        ({"structured_outputs": {"regex": "a("}}, "regex", "unclosed group"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": 5}}}},
+            "response_format",
+            "response_format=",
+        ),
+    ],
+)
+def test_refusals(structured: Client, fields: dict[str, Any], param: str, words: str) -> None:
+    answer = structured.post(CHAT, HELLO | fields)
+    assert answer.status == 400
+    assert answer.error["param"] == param
+    assert words in answer.error["message"]
+
+
+def test_a_server_without_grammars_names_the_option(client: Client) -> None:
+    answer = client.post(CHAT, HELLO | {"response_format": {"type": "json_object"}})
+    assert answer.status == 400
+    assert answer.error["param"] == "response_format"
+    assert "grammar_backend='llguidance'" in answer.error["message"]
