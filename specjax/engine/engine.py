@@ -19,7 +19,13 @@ from specjax.disaggregation.remote import PrefillServer, RemotePeer
 from specjax.engine.args import EngineArgs
 from specjax.engine.build import build_engine, make_controller
 from specjax.engine.plan import EnginePlan, server_info
-from specjax.engine.requests import Messages, Params, RequestFactory, make_grammars
+from specjax.engine.requests import (
+    Messages,
+    Params,
+    RequestFactory,
+    has_grammar,
+    make_grammars,
+)
 from specjax.engine.weights import (
     NewWeights,
     check_finite,
@@ -270,8 +276,10 @@ class Engine:
     async def async_generate(self, *inputs: Any, stream: bool = False, **options: Any) -> Any:
         """Coroutine of :meth:`generate`; ``stream`` gives an async iterator. Cancelling aborts."""
         make = partial(self.make_call, *inputs, stream=stream, **options)
-        # chat templates are rendered in another process: do not block the event loop
-        is_slow = options.get("messages") is not None
+        # chat templates are rendered in another process, and grammars are compiled: do not block
+        # the event loop
+        params = options.get("sampling_params", inputs[1] if len(inputs) > 1 else None)
+        is_slow = options.get("messages") is not None or has_grammar(params)
         return await self.async_run(await asyncio.to_thread(make) if is_slow else make())
 
     def make_call(self, *inputs: Any, stream: bool = False, **options: Any) -> Call:

@@ -11,7 +11,7 @@ import numpy as np
 from specjax.checks import CONTEXT_EXCEEDED, ParameterError, check_integer, is_integer, refused
 from specjax.engine.plan import EnginePlan
 from specjax.sampling.grammar import Constraint, GrammarCompiler
-from specjax.sampling.params import SamplingParams
+from specjax.sampling.params import GRAMMARS, SamplingParams
 from specjax.scheduling.loop import Call
 from specjax.scheduling.request import GenerateRequest, Request, new_id
 from specjax.scheduling.scheduler import Scheduler
@@ -127,6 +127,15 @@ def refuse_length(num_tokens: int, context_length: float) -> NoReturn:
         limit=context_length,
         code=CONTEXT_EXCEEDED,
     )
+
+
+def has_grammar(params: Any) -> bool:
+    """Whether sampling parameters, or any in a list, have a grammar."""
+    if isinstance(params, SamplingParams):
+        return params.grammar is not None
+    if isinstance(params, Mapping):
+        return any(params.get(name) is not None for name in GRAMMARS)
+    return _is_list(params) and any(map(has_grammar, params))
 
 
 def make_grammars(plan: EnginePlan, tokenizer: Tokenizer | None) -> GrammarCompiler:

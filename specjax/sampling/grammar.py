@@ -7,9 +7,9 @@ so never accepted. Axes: T tree nodes, S steps, V vocabulary.
 """
 
 import json
-import threading
-from collections import OrderedDict
+import math
 from collections.abc import Sequence
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -21,8 +21,11 @@ try:
 except ImportError:  # the extra "grammar" is not installed
     llguidance = None  # type: ignore[assignment]
 
-MAX_GRAMMARS = 256  # compiled grammars that are kept
-MAX_CHARACTERS = 2**18
+MAX_CHARACTERS = 2**16
+# The time to compile grows with this number: 10,007 takes 0.02 s, 99,999,989 more than 30 s.
+MAX_MULTIPLE = 10_000
+# The library's limits on the work for one mask (about 7 ms) and on memory (about 50 MB).
+LIMITS: dict[str, Any] = {"step_lexer_fuel": 100_000, "max_lexer_states": 50_000}
 NO_TOKEN = "no token may follow"
 
 
@@ -36,7 +39,7 @@ class Constraint:
     @property
     def is_complete(self) -> bool:
         """Whether nothing may follow the text any more."""
-        return self._matcher.is_stopped() and not self._matcher.is_error()
+        return self._matcher.is_stopped() and self._matcher.is_accepting()
 
     def advance(self, tokens: Sequence[int]) -> int:
         """Add tokens until the grammar is complete or forbids one; return how many were added."""
@@ -44,7 +47,7 @@ class Constraint:
             if self.is_complete:
                 return i
             if not self._matcher.try_consume_tokens([token]):
-                self.error = self._matcher.get_error() or NO_TOKEN
+                self.error = _reason(self._matcher)
                 return i
         return len(tokens)
 
@@ -69,24 +72,33 @@ class Constraint:
         children: list[list[int]] = [[] for _ in tokens]
         for node in range(1, len(tokens)):
             children[parents[node]].append(node)
-        # a copy, because a limit of the library may leave it in an error state
-        matcher = self._matcher.deep_copy()
 
-        def visit(node: int) -> None:
+        def visit(node: int, matcher: Any) -> bool:
             mask = masks[node]
             if not _compute(matcher, mask):
                 mask[:] = -1
-                if node == 0:
-                    self.error = matcher.get_error() or NO_TOKEN
-                return
+                return False
             known = matcher.compute_ff_tokens()[: forced.shape[1]]
             forced[node, : len(known)] = known
-            for child in children[node]:
-                if matcher.try_consume_tokens([tokens[child]]):
-                    visit(child)
-                    matcher.rollback(1)
+            *others, last = children[node] or [-1]
+            for child in others:
+                # not a rollback, which some grammars do not support
+                branch = matcher.deep_copy()
+                if branch.try_consume_tokens([tokens[child]]):
+                    visit(child, branch)
+            if last > 0 and matcher.try_consume_tokens([tokens[last]]):
+                visit(last, matcher)
+            return True
 
-        visit(0)
+        # a copy also because a limit of the library leaves a matcher in an error state
+        if not visit(0, matcher := self._matcher.deep_copy()):
+            self.error = _reason(matcher)
+
+
+def _reason(matcher: Any) -> str:
+    """Why no token may follow: the first line of the library's reason, if it has one."""
+    lines = matcher.get_error().splitlines()
+    return lines[0] if lines and not lines[0].startswith("<") else NO_TOKEN
 
 
 def _compute(matcher: Any, mask: np.ndarray) -> bool:
@@ -98,7 +110,11 @@ def _compute(matcher: Any, mask: np.ndarray) -> bool:
 
 
 class GrammarCompiler:
-    """Compiles grammars, in the threads of their callers, and keeps the last ones."""
+    """Compiles grammars in the threads of their callers.
+
+    Each request has a matcher of its own: copies of one share a lexer and its limits, so a request
+    could reach them for another.
+    """
 
     def __init__(
         self, tokenizer: str, vocab_size: int, end_token_ids: Sequence[int], *, spaces: bool
@@ -112,52 +128,67 @@ class GrammarCompiler:
                 "grammar_backend='llguidance' needs the library llguidance; install "
                 "specjax[grammar]"
             )
+        self._limits = llguidance.LLParserLimits(**LIMITS)
         ends = [token for token in end_token_ids if token < vocab_size]
-        self._tokens = llguidance.LLTokenizer(tokenizer, n_vocab=vocab_size, eos_token=ends or None)
+        try:
+            self._tokens = llguidance.LLTokenizer(
+                tokenizer, n_vocab=vocab_size, eos_token=ends or None
+            )
+        except ValueError as error:
+            raise ValueError(
+                f"grammar_backend='llguidance' refuses the tokenizer: {error}"
+            ) from error
         self._num_words = -(-vocab_size // 32)
         self._json: Any = {} if spaces else {"whitespace_flexible": False}
-        self._kept: OrderedDict[tuple[str, str], Any] = OrderedDict()
-        self._lock = threading.Lock()
 
     def compile(self, kind: str, text: str) -> Constraint:
         """Make the constraint of a new request. Raises ParameterError with the library's reason.
 
         ``kind`` is the name of the sampling parameter.
         """
-        with self._lock:
-            matcher = self._kept.get((kind, text))
-            if matcher is not None:
-                self._kept.move_to_end((kind, text))
-        if matcher is None:
-            matcher = self._compile(kind, text)
-            with self._lock:
-                self._kept[kind, text] = matcher
-                if len(self._kept) > MAX_GRAMMARS:
-                    self._kept.popitem(last=False)
-        return Constraint(matcher.deep_copy(), self._num_words)
-
-    def _compile(self, kind: str, text: str) -> Any:
         if len(text) > MAX_CHARACTERS:
             message = f"{kind} has {len(text)} characters; at most {MAX_CHARACTERS} are supported"
             raise ParameterError(message, param=kind, limit=MAX_CHARACTERS)
         try:
-            matcher = llguidance.LLMatcher(self._tokens, self._grammar(kind, text), log_level=0)
+            grammar = self._grammar(kind, text)
+            matcher = llguidance.LLMatcher(self._tokens, grammar, log_level=0, limits=self._limits)
             error = matcher.get_error()
-        except (ValueError, KeyError, TypeError, AssertionError) as fault:
+        except (ValueError, LookupError, TypeError, AttributeError, AssertionError) as fault:
             error = str(fault) or repr(fault)
-        if not error and not Constraint(matcher, self._num_words).mask().any():
+        except RecursionError:
+            error = "it is nested too deeply"
+        if not error and not (made := Constraint(matcher, self._num_words)).mask().any():
             error = "it allows no text"
         if error:
             raise ParameterError(f"{kind}={short(text)}: {error.strip()}", param=kind)
-        return matcher
+        return made
 
     def _grammar(self, kind: str, text: str) -> str:
-        if kind == "json_schema":
-            return llguidance.LLMatcher.grammar_from_json_schema(text, overrides=self._json)
         if kind == "structural_tag":
             return structural_grammar(json.loads(text))
+        if kind == "json_schema":
+            _check_multiples(json.loads(text), "allOf" in text)
+            return llguidance.LLMatcher.grammar_from_json_schema(text, overrides=self._json)
         formats: Any = kind
         return llguidance.grammar_from(formats, text)
+
+
+def _check_multiples(schema: Any, is_joined: bool) -> None:
+    """Refuse large values of ``multipleOf``, or large products if ``allOf`` may join them."""
+    found = [1]
+
+    def visit(value: Any) -> None:
+        if isinstance(value, dict):
+            multiple = value.get("multipleOf")
+            if isinstance(multiple, int | float) and math.isfinite(multiple):
+                found.append(abs(Fraction(str(multiple)).numerator))
+            value = list(value.values())
+        for item in value if isinstance(value, list) else ():
+            visit(item)
+
+    visit(schema)
+    if (most := math.prod(found) if is_joined else max(found)) > MAX_MULTIPLE:
+        raise ValueError(f"multipleOf of {most} is not supported; the limit is {MAX_MULTIPLE}")
 
 
 def structural_grammar(value: Any) -> str:

@@ -97,6 +97,9 @@ class ConstrainedRounds:
                 continue
             nodes = slice(1 + counts[i])
             own = tokens[i, nodes].tolist(), parents[i, nodes].tolist()
-            constraint.fill(*own, masks[i], forced[i])
+            try:
+                constraint.fill(*own, masks[i], forced[i])
+            except Exception as error:  # it must end no other request
+                constraint.error = repr(error)
             row.request.check_constraint()
         return masks, forced

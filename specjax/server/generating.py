@@ -20,6 +20,8 @@ T = TypeVar("T")
 # Longer requests are read and tokenised in another thread. For short ones the thread switch costs
 # more than the work: 10 ms or more with 64 clients, because threads wait for the interpreter.
 INLINE_BYTES = 4096
+# names in a body with a grammar, which takes time to compile
+GRAMMAR_MARKS = (b"json_schema", b"regex", b"ebnf", b"struct", b"response_format")
 # The log-probabilities of more tokens than this are formatted in another thread.
 INLINE_LOGPROBS = 256
 ENTRY_BYTES = 130  # memory of each log-probability while the request is in progress
@@ -61,7 +63,8 @@ async def read_body(
     # a separate function, because its frame holds the body
     limit = min(max_bytes or service.max_body_bytes, service.max_body_bytes)
     async with exchange.body(limit, service.large_bodies) as data:
-        if len(data) <= INLINE_BYTES and not renders:
+        has_grammar = any(mark in data for mark in GRAMMAR_MARKS)
+        if len(data) <= INLINE_BYTES and not renders and not has_grammar:
             return read(service, Body(parse_object(data)))
         # templates have their own threads because one can take seconds
         threads = service.renderers if renders else None

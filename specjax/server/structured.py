@@ -43,7 +43,7 @@ def _format(value: Any) -> dict[str, Any]:
     if kind == "structural_tag":
         return {"structural_tag": value}
     schema = value.get("json_schema") if isinstance(value, dict) else None
-    if kind != "json_schema" or not isinstance(schema, dict) or "schema" not in schema:
+    if kind != "json_schema" or not isinstance(schema, dict) or schema.get("schema") is None:
         raise ApiError(
             400,
             f"response_format={short(value)} must have the type text, json_object, structural_tag "

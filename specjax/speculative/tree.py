@@ -60,6 +60,7 @@ def with_forced(tree: VerifyInput, forced: Array) -> VerifyInput:
     and there are no other drafts.
     """
     width = tree.draft_tokens.shape[1]
+    forced = forced[:, : width - 1]  # a tier may verify fewer drafts than it has steps
     depth = jnp.arange(forced.shape[1], dtype=jnp.int32)
     count = jnp.sum(jnp.cumprod(forced >= 0, axis=1), axis=1, dtype=jnp.int32)
     node, is_path, is_child = jnp.zeros_like(count), count >= 0, tree.is_child
@@ -76,7 +77,9 @@ def with_forced(tree: VerifyInput, forced: Array) -> VerifyInput:
     def pick(own: Array, new: Array) -> Array:
         return jnp.where(is_path.reshape(-1, *[1] * (own.ndim - 1)), own, new)
 
-    rows = tree.draft_rows
+    rows, confidences = tree.draft_rows, tree.confidences
+    if confidences is not None:  # 0: the drafter has tried nothing
+        confidences = pick(confidences, jnp.zeros_like(confidences))
     return replace(
         tree,
         draft_tokens=pick(tree.draft_tokens, chain.draft_tokens),
@@ -85,6 +88,7 @@ def with_forced(tree: VerifyInput, forced: Array) -> VerifyInput:
         positions=pick(tree.positions, chain.positions),
         tree_mask=pick(tree.tree_mask, chain.tree_mask),
         draft_rows=None if rows is None else pick(rows, jnp.full_like(rows, -1)),
+        confidences=confidences,
     )
 
 

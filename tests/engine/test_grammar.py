@@ -222,7 +222,14 @@ def test_nothing_is_compiled_and_requests_may_leave(engine: Engine) -> None:
         ({"json_schema": "{"}, "json_schema='{'"),
         ({"ebnf": "start: foo"}, "ebnf=.*unknown name"),
         ({"structural_tag": {"structures": []}}, "structural_tag"),
-        ({"regex": "x" * 2**18 + "y"}, "regex has 262145 characters; at most 262144"),
+        ({"regex": "x" * 2**16 + "y"}, "regex has 65537 characters; at most 65536"),
+        ({"json_schema": {"multipleOf": 10007}}, "multipleOf of 10007 is not supported; the lim"),
+        (
+            {"json_schema": {"allOf": [{"multipleOf": 997}, {"multipleOf": 991}]}},
+            "multipleOf of 988027 is not supported",
+        ),
+        ({"structural_tag": {"structures": [{"begin": 1}], "triggers": ["a"]}}, "structural_tag="),
+        ({"structural_tag": "[" * 50000}, "structural_tag=.*too deep"),
         ({"regex": "é"}, "regex='é': it allows no text"),
         ({"regex": "a", "ebnf": "b"}, "give at most one of"),
         ({"regex": 3}, "regex=3 must be a string"),
@@ -251,3 +258,29 @@ def test_structural_tags_limit_what_is_between_them(engine: Engine) -> None:
         fresh = constraint_of(engine, {"structural_tag": json.dumps(tag)})
         assert fresh.advance(ids) == count, text
     assert constraint.error == ""
+
+
+def test_siblings_have_their_own_masks(engine: Engine) -> None:
+    """Grammars with ``max_tokens`` support no rollback."""
+    grammar = {"ebnf": 'start: a b\na[max_tokens=3]: /[a-z]*/\nb: "0" /[a-z]{5}/'}
+    tokens, parents = [0, 3, 4, 5, 6], [-1, 0, 0, 0, 2]
+    words = engine.runner.tables.masks.shape[1]
+    masks, forced = np.full((5, words), -1, np.int32), np.full((5, 4), -1, np.int32)
+    constraint_of(engine, grammar).fill(tokens, parents, masks, forced)
+    for node, path in enumerate([[], [3], [4], [5], [4, 6]]):
+        fresh = constraint_of(engine, grammar)
+        assert fresh.advance(path) == len(path)
+        np.testing.assert_array_equal(masks[node], fresh.mask())
+
+
+def test_a_fault_in_a_grammar_ends_its_request_only(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: Constraint, *_: Any) -> None:
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(Constraint, "fill", fail)
+    both = [{"regex": "[ab]{9}"}, {"max_new_tokens": 9, "temperature": 0.0}]
+    first, second = engine.generate(input_ids=[PROMPT] * 2, sampling_params=both)
+    assert "broken" in first["meta_info"]["finish_reason"]["message"]
+    assert len(second["output_ids"]) == 9
