@@ -16,6 +16,7 @@ from specjax.config import MAX_STEPS
 from specjax.disaggregation.address import check_secret
 from specjax.sampling.accept_draws import Acceptance
 from specjax.speculative.algorithm import CustomSpecAlgo, SpeculativeAlgorithm
+from specjax.text.reasoning import PARSERS
 from specjax.types import DraftShape
 
 # as in SGLang
@@ -28,6 +29,7 @@ CHOICES: dict[str, tuple[str | None, ...]] = {
     "grammar_backend": (None, "llguidance"),
     "load_format": ("auto", "dummy"),
     "logprobs_mode": ("raw", "processed"),
+    "reasoning_parser": (None, *PARSERS),
     "speculative_ngram_match_type": ("BFS", "PROB"),
 }
 
@@ -169,6 +171,8 @@ class EngineArgs:
             expression or a grammar; needs the extra ``specjax[grammar]``. More functions are then
             compiled. Default: such requests are refused.
         constrained_json_disable_any_whitespace: JSON that follows a schema has no white space.
+        reasoning_parser: ``"qwen3"`` or ``"deepseek-r1"``: the model reasons between ``<think>``
+            and ``</think>``. Grammars begin behind it, and chat answers have it apart.
         skip_tokenizer_init: load no tokenizer; requests must then give ``input_ids``.
         seed: random seed for requests without ``sampling_seed``; with
             ``enable_deterministic_inference`` these have the seed 42.
@@ -228,6 +232,7 @@ class EngineArgs:
     enable_deterministic_inference: bool = False
     grammar_backend: str | None = None
     constrained_json_disable_any_whitespace: bool = False
+    reasoning_parser: str | None = None
     skip_tokenizer_init: bool = False
     seed: Natural = 0
     compile_cache_dir: str | PathLike[str] | None = "auto"

@@ -38,6 +38,7 @@ from specjax.runtime.functions import Watch
 from specjax.runtime.runner import ModelRunner
 from specjax.scheduling.loop import Call, EngineLoop
 from specjax.scheduling.scheduler import Scheduler
+from specjax.text.reasoning import ReasoningTags
 from specjax.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -291,6 +292,11 @@ class Engine:
                 "engine with disaggregation_mode='decode'"
             )
         return self._factory.make(*inputs, stream=stream, **options)
+
+    @property
+    def reasoning(self) -> ReasoningTags | None:
+        """The tags around reasoning, if there is a ``reasoning_parser``."""
+        return self._factory.reasoning
 
     def make_probe(self, timeout: float) -> Call:
         """Make a call with one prompt token and one new token; a prefill side can run it too."""

@@ -15,6 +15,7 @@ from specjax.sampling.params import GRAMMARS, SamplingParams
 from specjax.scheduling.loop import Call
 from specjax.scheduling.request import GenerateRequest, Request, new_id
 from specjax.scheduling.scheduler import Scheduler
+from specjax.text.reasoning import END, ReasoningTags
 from specjax.text.tokenizer import IncrementalDecoder, Tokenizer
 
 Messages = Sequence[Mapping[str, Any]]
@@ -157,6 +158,9 @@ class RequestFactory:
         grammars: GrammarCompiler | None = None,
     ) -> None:
         self._grammars = grammars
+        self.reasoning: ReasoningTags | None = None
+        if plan.args.reasoning_parser is not None:
+            self.reasoning = ReasoningTags.of(_need_tokenizer(tokenizer, "reasoning_parser"))
         self._plan, self._tokenizer, self._scheduler = plan, tokenizer, scheduler
         self._rng = np.random.default_rng(plan.args.seed)
         self._rng_lock = threading.Lock()
@@ -245,7 +249,7 @@ class RequestFactory:
             decoder = IncrementalDecoder(self._tokenizer, skip_special_tokens=skips)
         constraint = None
         if (grammar := params.grammar) is not None:
-            constraint = self._constraint(*grammar)
+            constraint = self._constraint(*grammar, arguments.input_ids)
         request = Request(
             arguments,
             constraint=constraint,
@@ -260,7 +264,7 @@ class RequestFactory:
         self._scheduler.check(request)
         return request
 
-    def _constraint(self, kind: str, text: str) -> Constraint:
+    def _constraint(self, kind: str, text: str, prompt: Sequence[int]) -> Constraint:
         args = self._plan.args
         simulates = (args.simulate_accept_length, args.simulate_acceptance) != (None, None)
         if self._grammars is None:
@@ -269,7 +273,10 @@ class RequestFactory:
         if not self._plan.config.acceptance.is_coupled or simulates:
             demand = "needs an engine that accepts exactly the drafts that the target draws"
             raise refused(kind, text, demand)
-        return self._grammars.compile(kind, text)
+        after = None
+        if (tags := self.reasoning) is not None and tags.last(prompt) != END:
+            after = tags.end
+        return self._grammars.compile(kind, text, after)
 
 
 def _rids(rid: Any, count: int, is_batch: bool) -> list[str]:

@@ -32,8 +32,9 @@ NO_TOKEN = "no token may follow"
 class Constraint:
     """The grammar of one request, after the tokens of its completion so far."""
 
-    def __init__(self, matcher: Any, num_words: int) -> None:
-        self._matcher, self._num_words = matcher, num_words
+    def __init__(self, matcher: Any, num_words: int, after: int | None = None) -> None:
+        """The grammar begins at once, or behind the token ``after``."""
+        self._matcher, self._num_words, self._after = matcher, num_words, after
         self.error = ""  # why the text cannot be continued
 
     @property
@@ -44,6 +45,9 @@ class Constraint:
     def advance(self, tokens: Sequence[int]) -> int:
         """Add tokens until the grammar is complete or forbids one; return how many were added."""
         for i, token in enumerate(tokens):
+            if self._after is not None:
+                self._after = None if token == self._after else self._after
+                continue
             if self.is_complete:
                 return i
             if not self._matcher.try_consume_tokens([token]):
@@ -53,6 +57,8 @@ class Constraint:
 
     def mask(self) -> np.ndarray:
         """The mask i32 ``[V / 32]`` of the text."""
+        if self._after is not None:
+            return np.full(self._num_words, -1, np.int32)
         mask = np.zeros(self._num_words, np.int32)
         if not _compute(self._matcher.deep_copy(), mask):
             mask[:] = 0
@@ -73,6 +79,13 @@ class Constraint:
         for node in range(1, len(tokens)):
             children[parents[node]].append(node)
 
+        def visit_free(node: int) -> None:
+            for child in children[node]:
+                if tokens[child] == self._after:
+                    visit(child, self._matcher.deep_copy())
+                else:
+                    visit_free(child)
+
         def visit(node: int, matcher: Any) -> bool:
             mask = masks[node]
             if not _compute(matcher, mask):
@@ -90,6 +103,9 @@ class Constraint:
                 visit(last, matcher)
             return True
 
+        if self._after is not None:
+            visit_free(0)
+            return
         # a copy also because a limit of the library leaves a matcher in an error state
         if not visit(0, matcher := self._matcher.deep_copy()):
             self.error = _reason(matcher)
@@ -141,10 +157,10 @@ class GrammarCompiler:
         self._num_words = -(-vocab_size // 32)
         self._json: Any = {} if spaces else {"whitespace_flexible": False}
 
-    def compile(self, kind: str, text: str) -> Constraint:
+    def compile(self, kind: str, text: str, after: int | None = None) -> Constraint:
         """Make the constraint of a new request. Raises ParameterError with the library's reason.
 
-        ``kind`` is the name of the sampling parameter.
+        ``kind`` is the name of the sampling parameter, and ``after`` as in :class:`Constraint`.
         """
         if len(text) > MAX_CHARACTERS:
             message = f"{kind} has {len(text)} characters; at most {MAX_CHARACTERS} are supported"
@@ -157,11 +173,11 @@ class GrammarCompiler:
             error = str(fault) or repr(fault)
         except RecursionError:
             error = "it is nested too deeply"
-        if not error and not (made := Constraint(matcher, self._num_words)).mask().any():
+        if not error and not Constraint(matcher, self._num_words).mask().any():
             error = "it allows no text"
         if error:
             raise ParameterError(f"{kind}={short(text)}: {error.strip()}", param=kind)
-        return made
+        return Constraint(matcher, self._num_words, after)
 
     def _grammar(self, kind: str, text: str) -> str:
         if kind == "structural_tag":

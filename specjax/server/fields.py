@@ -56,7 +56,7 @@ CLIENT_NAMES = {theirs: ours for ours, theirs in NAMES.items()}
 # fields about the caller, the account or the transport; they do not change the text
 IGNORED = frozenset(
     "user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention "
-    "parallel_tool_calls prediction separate_reasoning stream_reasoning log_metrics "
+    "parallel_tool_calls prediction stream_reasoning log_metrics "
     "no_logs priority request_id".split()
 )
 _GRAMMAR = "use response_format or structured_outputs"

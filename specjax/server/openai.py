@@ -15,6 +15,7 @@ from specjax.server.answers import LEAST, Answer, Result, Sent, Tops, finite
 from specjax.server.fields import INPUTS, NAMES, ApiError, Body, client_names, finish_fields
 from specjax.server.service import MAX_REPORTED, Service
 from specjax.server.structured import take_grammar
+from specjax.text.reasoning import START, split_reasoning
 
 DEFAULT_TOKENS = 16
 MAX_LOGPROBS = 20
@@ -152,6 +153,7 @@ def read_chat(service: Service, body: Body) -> tuple[Call, Answer]:
     if num_top and not wants_logprobs:
         raise ApiError(400, "top_logprobs needs logprobs=true", param="top_logprobs")
     is_stream, shown = take_shown(body)
+    tags, is_apart = service.engine.reasoning, body.flag("separate_reasoning", True)
     new = body.take("max_completion_tokens")  # the newer name of max_tokens
     old = body.take("max_tokens", new)
     if new is not None and old != new:
@@ -183,6 +185,8 @@ def read_chat(service: Service, body: Body) -> tuple[Call, Answer]:
         params=params,
         prompt_ids=[ids],
         wants_logprobs=wants_logprobs,
+        splits=tags is not None and is_apart,
+        is_open=tags is not None and tags.last(ids) == START,
         **shown,
     )
 
@@ -276,14 +280,47 @@ def _text(where: str, content: Any) -> str:
 
 @dataclass(eq=False, kw_only=True)
 class ChatAnswer(Answer):
-    """A choice has a ``message`` or, in a stream, a ``delta``."""
+    """A choice has a ``message`` or, in a stream, a ``delta``.
+
+    ``splits`` separates the reasoning, unless drafts are shown. ``is_open`` if the prompt has
+    opened it.
+    """
+
+    splits: bool = False
+    is_open: bool = False
 
     has_one_prompt = True
     kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.splits &= not self.include_drafts
+        self._num_reasoned: dict[int, int] = {}  # characters of reasoning sent, by choice
+
     def message(self, index: int, text: str) -> Result:
-        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+        if not self.splits:
+            return {"message": {"role": "assistant", "content": text, "refusal": None}}
+        reasoning, content = split_reasoning(text, is_open=self.is_open, is_final=True)
+        parts = {"content": content, "reasoning_content": reasoning or None}
+        return {"message": {"role": "assistant", "refusal": None} | parts}
+
+    def chunk(self, result: Result) -> bytes:
+        if not self.splits:
+            return super().chunk(result)
+        index, meta, events = result.get("index", 0), result.get("meta_info"), b""
+        is_final = meta is not None and meta["finish_reason"] is not None
+        parts = split_reasoning(result["text"], is_open=self.is_open, is_final=is_final)
+        reasoning, content = parts
+        done = self._num_reasoned.get(index, 0)
+        if len(reasoning) > done:
+            if index not in self._sent:
+                events += super().chunk({"index": index, "text": ""})
+            self._num_reasoned[index] = len(reasoning)
+            choice = {"index": index, "delta": {"reasoning_content": reasoning[done:]}}
+            end = {"logprobs": None, "finish_reason": None}
+            events += self._event([choice | end]).encode()
+        return events + super().chunk(result | {"text": content})
 
     def opening(self, index: int) -> Result | None:
         return {"delta": {"role": "assistant", "content": ""}}

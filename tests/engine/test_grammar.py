@@ -284,3 +284,22 @@ def test_a_fault_in_a_grammar_ends_its_request_only(
     first, second = engine.generate(input_ids=[PROMPT] * 2, sampling_params=both)
     assert "broken" in first["meta_info"]["finish_reason"]["message"]
     assert len(second["output_ids"]) == 9
+
+
+def test_a_grammar_may_begin_behind_a_token(engine: Engine) -> None:
+    """In a tree, nodes before the token, behind it, and on a branch without it."""
+    compiler, after = make_grammars(engine._plan, engine.tokenizer), 50
+    tokens, parents = [0, 7, 50, 0, 9, 50], [-1, 0, 1, 2, 1, 2]
+    words = engine.runner.tables.masks.shape[1]
+    masks, forced = np.full((6, words), -1, np.int32), np.full((6, 4), -1, np.int32)
+    made = compiler.compile("regex", "[ab]c", after)
+    assert (made.mask() == -1).all()
+    made.fill(tokens, parents, masks, forced)
+    assert [(mask == -1).all() for mask in masks] == [True, True, False, False, True, True]
+    fresh = compiler.compile("regex", "[ab]c")
+    np.testing.assert_array_equal(masks[2], fresh.mask())
+    fresh.advance([0])
+    np.testing.assert_array_equal(masks[3], fresh.mask())
+    assert forced[3].tolist() == [2, -1, -1, -1]
+    assert made.advance([7, 9, 50, 1, 2, 3]) == 5
+    assert made.is_complete

@@ -10,6 +10,7 @@ import pytest
 from specjax import Engine
 from specjax.server import make_app
 from specjax.testing import Client, Files, running
+from specjax.testing.files import EOS_ID, letter_tokenizer, write_tokenizer
 
 CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
 SCHEMA = {
@@ -103,3 +104,57 @@ def test_a_server_without_grammars_names_the_option(client: Client) -> None:
     assert answer.status == 400
     assert answer.error["param"] == "response_format"
     assert "grammar_backend='llguidance'" in answer.error["message"]
+
+
+@pytest.fixture(scope="module")
+def reasoning(files: Files, engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The tokenizer has the tags as its last two tokens."""
+    folder, tokenizer = tmp_path_factory.mktemp("reasoning"), letter_tokenizer()
+    tokenizer.backend.add_tokens(["<think>", "</think>"])
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    write_tokenizer(folder, tokenizer)
+    options = {"grammar_backend": "llguidance", "reasoning_parser": "qwen3", "tokenizer": folder}
+    with (
+        files.engine(**options, share_weights_with=engine) as made,
+        running(make_app(made, served_model_name="tiny")) as port,
+    ):
+        yield Client(port)
+
+
+def test_reasoning_comes_apart_and_before_the_grammar(reasoning: Client) -> None:
+    """Prompts that open the reasoning, close it, or leave it to the model."""
+    end = str(EOS_ID + 2)
+    for content, is_reasoned in (("hi<think>", True), ("hi", False), ("<think></think>", False)):
+        body = {
+            "messages": [{"role": "user", "content": content}],
+            "response_format": FORMAT,
+            "logit_bias": {end: 6.0},
+            "temperature": 1.0,
+            "seed": 3,
+            "max_tokens": 100,
+        }
+        choice = reasoning.post(CHAT, body).json()["choices"][0]
+        message = choice["message"]
+        if content == "<think></think>":
+            jsonschema.validate(json.loads(message["content"]), SCHEMA)
+            assert message["reasoning_content"] is None
+        elif is_reasoned:
+            assert choice["finish_reason"] == "stop"
+            jsonschema.validate(json.loads(message["content"]), SCHEMA)
+            assert message["reasoning_content"]
+        whole = reasoning.post(CHAT, body | {"separate_reasoning": False}).json()
+        text = whole["choices"][0]["message"]["content"]
+        if is_reasoned:
+            before, tag, after = text.partition("</think>")
+            assert (before.strip(), tag, after) == (
+                message["reasoning_content"],
+                "</think>",
+                message["content"],
+            )
+        parts = {"content": "", "reasoning_content": ""}
+        for event in reasoning.post(CHAT, body | {"stream": True}).events():
+            for one in event["choices"]:
+                for name in parts:
+                    parts[name] += one["delta"].get(name) or ""
+        assert parts["content"] == message["content"]
+        assert (parts["reasoning_content"] or None) == message["reasoning_content"]

@@ -1,0 +1,65 @@
+"""Reasoning before an answer: ``<think>...</think>`` of Qwen3 and DeepSeek-R1.
+
+A chat template may open the reasoning itself, so that the completion begins inside of it, or close
+it at once, so that there is none. Otherwise, a completion that begins with the first tag reasons.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from specjax.text.tokenizer import Tokenizer
+
+START, END = "<think>", "</think>"
+PARSERS = ("qwen3", "deepseek-r1")
+# maximum number of tokens, of white space, after the last tag of a prompt that closes reasoning
+NEAR_END = 4
+
+
+@dataclass(frozen=True)
+class ReasoningTags:
+    """Token ids of the tags."""
+
+    start: int | None
+    end: int
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer) -> "ReasoningTags":
+        """Raises ValueError if the tokenizer has no token for the last tag."""
+        end = tokenizer.backend.token_to_id(END)
+        if end is None:
+            raise ValueError(f"reasoning_parser needs a tokenizer with the token {END!r}")
+        return cls(tokenizer.backend.token_to_id(START), end)
+
+    def last(self, prompt: Sequence[int]) -> str | None:
+        """The tag that the prompt ends with or has last; ``None`` without one near its end."""
+        for i in range(len(prompt) - 1, max(-1, len(prompt) - 1 - NEAR_END), -1):
+            if prompt[i] == self.end:
+                return END
+            if prompt[i] == self.start:
+                return START
+        return None
+
+
+def split_reasoning(text: str, *, is_open: bool, is_final: bool) -> tuple[str, str]:
+    """Split a completion into reasoning and content, without the white space around both tags.
+
+    ``is_open`` if the prompt has opened the reasoning. Parts of a text that is not final only grow
+    with it.
+    """
+    body = text.lstrip()
+    if body.startswith(START):
+        body = body[len(START) :]
+    elif not is_open:
+        is_undecided = START.startswith(body) and not is_final
+        return "", "" if is_undecided else text
+    elif not is_final and START.startswith(body):
+        return "", ""
+    reasoning, tag, content = body.partition(END)
+    if not tag and not is_final:
+        reasoning = reasoning[: len(reasoning) - _overlap(reasoning)]
+    return reasoning.strip(), content.lstrip()
+
+
+def _overlap(text: str) -> int:
+    """Length of the longest end of a text that begins the last tag."""
+    return next((n for n in range(len(END) - 1, 0, -1) if text.endswith(END[:n])), 0)
