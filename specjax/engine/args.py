@@ -17,6 +17,7 @@ from specjax.disaggregation.address import check_secret
 from specjax.sampling.accept_draws import Acceptance
 from specjax.speculative.algorithm import CustomSpecAlgo, SpeculativeAlgorithm
 from specjax.text.reasoning import PARSERS
+from specjax.text.tool_calls import FORMATS
 from specjax.types import DraftShape
 
 # as in SGLang
@@ -30,6 +31,7 @@ CHOICES: dict[str, tuple[str | None, ...]] = {
     "load_format": ("auto", "dummy"),
     "logprobs_mode": ("raw", "processed"),
     "reasoning_parser": (None, *PARSERS),
+    "tool_call_parser": (None, *FORMATS),
     "speculative_ngram_match_type": ("BFS", "PROB"),
 }
 
@@ -172,7 +174,10 @@ class EngineArgs:
             compiled. Default: such requests are refused.
         constrained_json_disable_any_whitespace: JSON that follows a schema has no white space.
         reasoning_parser: ``"qwen3"`` or ``"deepseek-r1"``: the model reasons between ``<think>``
-            and ``</think>``. Grammars begin behind it, and chat answers have it apart.
+            and ``</think>``. Grammars begin after it, and chat answers have it apart.
+        tool_call_parser: the format in which the model writes tool calls: ``"hermes"``,
+            ``"qwen25"``, ``"llama3"``, ``"mistral"`` or ``"pythonic"``. Default: chat requests
+            with tools that may be called are refused.
         skip_tokenizer_init: load no tokenizer; requests must then give ``input_ids``.
         seed: random seed for requests without ``sampling_seed``; with
             ``enable_deterministic_inference`` these have the seed 42.
@@ -233,6 +238,7 @@ class EngineArgs:
     grammar_backend: str | None = None
     constrained_json_disable_any_whitespace: bool = False
     reasoning_parser: str | None = None
+    tool_call_parser: str | None = None
     skip_tokenizer_init: bool = False
     seed: Natural = 0
     compile_cache_dir: str | PathLike[str] | None = "auto"

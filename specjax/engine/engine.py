@@ -298,6 +298,11 @@ class Engine:
         """The tags around reasoning, if there is a ``reasoning_parser``."""
         return self._factory.reasoning
 
+    @property
+    def tool_call_parser(self) -> str | None:
+        """The format of the model's tool calls."""
+        return self._plan.args.tool_call_parser
+
     def make_probe(self, timeout: float) -> Call:
         """Make a call with one prompt token and one new token; a prefill side can run it too."""
         self._need_open()

@@ -33,7 +33,7 @@ class Constraint:
     """The grammar of one request, after the tokens of its completion so far."""
 
     def __init__(self, matcher: Any, num_words: int, after: int | None = None) -> None:
-        """The grammar begins at once, or behind the token ``after``."""
+        """The grammar begins at once, or after the token ``after``."""
         self._matcher, self._num_words, self._after = matcher, num_words, after
         self.error = ""  # why the text cannot be continued
 

@@ -56,11 +56,11 @@ CLIENT_NAMES = {theirs: ours for ours, theirs in NAMES.items()}
 # fields about the caller, the account or the transport; they do not change the text
 IGNORED = frozenset(
     "user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention "
-    "parallel_tool_calls prediction stream_reasoning log_metrics "
+    "prediction stream_reasoning log_metrics "
     "no_logs priority request_id".split()
 )
 _GRAMMAR = "use response_format or structured_outputs"
-_TOOLS = "tool calls are not supported; tool_choice 'none' passes tools to the chat template"
+_TOOLS = "use tools and tool_choice in /v1/chat/completions"
 _TEXT = "only text is supported"
 _BEAM = "beam search is not supported"
 _PROCESSORS = "custom logit processors are not supported"
@@ -73,8 +73,8 @@ REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
         ("guided_json guided_regex guided_choice guided_grammar", _GRAMMAR, ()),
         ("grammar", "it is called ebnf here", ()),
         ("allowed_token_ids", "use regex or ebnf", ()),
-        ("tools functions", _TOOLS, ([],)),
-        ("tool_choice function_call", _TOOLS, ("none", "auto")),
+        ("functions", _TOOLS, ([],)),
+        ("function_call", _TOOLS, ("none", "auto")),
         ("web_search_options", _TOOLS, ()),
         ("audio image_data audio_data video_data", _TEXT, ([],)),
         ("multi_modal_data input_embeds", _TEXT, ([],)),

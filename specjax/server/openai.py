@@ -1,6 +1,6 @@
 """OpenAI's routes: ``/v1/completions`` and ``/v1/chat/completions``."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +15,9 @@ from specjax.server.answers import LEAST, Answer, Result, Sent, Tops, finite
 from specjax.server.fields import INPUTS, NAMES, ApiError, Body, client_names, finish_fields
 from specjax.server.service import MAX_REPORTED, Service
 from specjax.server.structured import take_grammar
+from specjax.server.tools import NO_TOOLS, Tools, take_tools, with_default_prompt
 from specjax.text.reasoning import START, split_reasoning
+from specjax.text.tool_calls import parse_tool_calls
 
 DEFAULT_TOKENS = 16
 MAX_LOGPROBS = 20
@@ -79,10 +81,15 @@ def take_shown(body: Body) -> tuple[bool, dict[str, bool]]:
     return is_stream, shown | {"return_ids": body.flag("return_token_ids")}
 
 
-def take_params(body: Body, max_tokens: int) -> SamplingParams:
-    """Read sampling parameters from OpenAI's fields; ``max_tokens`` is used if none is sent."""
+def take_params(
+    body: Body, max_tokens: int, more: Mapping[str, Any] | None = None
+) -> SamplingParams:
+    """Read sampling parameters from OpenAI's fields; ``max_tokens`` is used if none is sent.
+
+    ``more`` are a grammar that the tools demand.
+    """
     given: dict[str, Any] = {NAMES[name]: body.take(name) for name in NAMES if name in body}
-    given |= take_grammar(body, given)
+    given |= take_grammar(body, given | dict(more or {})) | dict(more or {})
     given.setdefault("max_new_tokens", max_tokens)
     if given.get("top_k") == 0 and is_integer(given["top_k"]):
         given["top_k"] = -1  # vLLM also accepts 0 to turn it off
@@ -147,7 +154,11 @@ _RESERVED = ("messages", "add_generation_prompt", "continue_final_message")
 def read_chat(service: Service, body: Body) -> tuple[Call, Answer]:
     """Check a request, render its chat template and tokenise the text."""
     model = service.check_model(body)
-    messages, variables = take_conversation(body)
+    messages, variables, tools = take_conversation(service, body)
+    parser = service.engine.tool_call_parser
+    if tools.names and parser is None:
+        message = "tools need the engine option tool_call_parser, or tool_choice='none'"
+        raise ApiError(400, message, param="tools")
     wants_logprobs = body.flag("logprobs")
     num_top = body.integer("top_logprobs", 0, at_least=0, at_most=MAX_LOGPROBS)
     if num_top and not wants_logprobs:
@@ -162,7 +173,7 @@ def read_chat(service: Service, body: Body) -> tuple[Call, Answer]:
     body.put("max_tokens", old)
     length = service.engine.context_length
     is_cut = wants_logprobs and "max_tokens" not in body
-    params = take_params(body, length)
+    params = take_params(body, length, tools.grammar(parser or ""))
     finish_fields(body, service.ignored_fields)
     service.check_count(params.n)
     if is_cut:
@@ -185,14 +196,18 @@ def read_chat(service: Service, body: Body) -> tuple[Call, Answer]:
         params=params,
         prompt_ids=[ids],
         wants_logprobs=wants_logprobs,
-        splits=tags is not None and is_apart,
+        reasons=tags is not None and is_apart,
+        parser=parser,
+        tools=tools,
         is_open=tags is not None and tags.last(ids) == START,
         **shown,
     )
 
 
-def take_conversation(body: Body) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Take the messages, whose content becomes plain text, and the template's variables."""
+def take_conversation(
+    service: Service, body: Body
+) -> tuple[list[dict[str, Any]], dict[str, Any], Tools]:
+    """Take the messages, whose content becomes plain text, the template's variables, and tools."""
     messages = body.take("messages")
     if not isinstance(messages, list) or not messages:
         raise ApiError(400, "messages must be a list of at least one message", param="messages")
@@ -203,17 +218,17 @@ def take_conversation(body: Body) -> tuple[list[dict[str, Any]], dict[str, Any]]
             f"chat_template_kwargs must be an object without {', '.join(_RESERVED)}",
             param="chat_template_kwargs",
         )
-    body.put("tool_choice", choice := body.take("tool_choice"))  # other values are refused later
-    if choice == "none" and "tools" in body:
-        variables["tools"] = tools = body.take("tools")
-        if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-            raise ApiError(400, f"tools={short(tools)} must be a list of objects", param="tools")
     for name, default in zip(_RESERVED[1:], (True, False), strict=True):
         variables[name] = body.flag(name, default)
     if all(variables[name] for name in _RESERVED[1:]):
         message = "continue_final_message=true needs add_generation_prompt=false"
         raise ApiError(400, message, param="continue_final_message")
-    return [_message(i, m) for i, m in enumerate(messages)], variables
+    taken, tools = [_message(i, m) for i, m in enumerate(messages)], take_tools(body)
+    if tools.given and "tools" in (service.tokenizer.chat_template or ""):
+        variables["tools"] = tools.given
+    elif tools.names:
+        taken = with_default_prompt(taken, tools.given)
+    return taken, variables, tools
 
 
 def _message(index: int, message: Any) -> dict[str, Any]:
@@ -282,12 +297,14 @@ def _text(where: str, content: Any) -> str:
 class ChatAnswer(Answer):
     """A choice has a ``message`` or, in a stream, a ``delta``.
 
-    ``splits`` separates the reasoning, unless drafts are shown. ``is_open`` if the prompt has
-    opened it.
+    Reasoning (``reasons``) and calls of ``tools`` come apart from the content, unless drafts are
+    shown. ``is_open`` if the prompt has opened the reasoning.
     """
 
-    splits: bool = False
+    reasons: bool = False
     is_open: bool = False
+    parser: str | None = None
+    tools: Tools = NO_TOOLS
 
     has_one_prompt = True
     kind = "chat.completion"
@@ -295,32 +312,70 @@ class ChatAnswer(Answer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.splits &= not self.include_drafts
+        self._splits = (self.reasons or bool(self.tools.names)) and not self.include_drafts
         self._num_reasoned: dict[int, int] = {}  # characters of reasoning sent, by choice
+        self._calls: dict[int, list[Result]] = {}  # calls sent, by choice
 
     def message(self, index: int, text: str) -> Result:
-        if not self.splits:
-            return {"message": {"role": "assistant", "content": text, "refusal": None}}
-        reasoning, content = split_reasoning(text, is_open=self.is_open, is_final=True)
-        parts = {"content": content, "reasoning_content": reasoning or None}
-        return {"message": {"role": "assistant", "refusal": None} | parts}
+        message: Result = {"role": "assistant", "content": text, "refusal": None}
+        if self._splits:
+            reasoning, content, calls = self._parts(index, text, is_final=True)
+            message["content"] = content if content or not calls else None
+            if self.reasons:
+                message["reasoning_content"] = reasoning or None
+            if calls:
+                message["tool_calls"] = calls
+        return {"message": message}
+
+    def whole(self, results: Sequence[Result]) -> bytes:
+        return super().whole([self._with_reason(i, one) for i, one in enumerate(results)])
 
     def chunk(self, result: Result) -> bytes:
-        if not self.splits:
+        if not self._splits:
             return super().chunk(result)
         index, meta, events = result.get("index", 0), result.get("meta_info"), b""
         is_final = meta is not None and meta["finish_reason"] is not None
-        parts = split_reasoning(result["text"], is_open=self.is_open, is_final=is_final)
-        reasoning, content = parts
-        done = self._num_reasoned.get(index, 0)
+        done, sent = self._num_reasoned.get(index, 0), len(self._calls.get(index, ()))
+        parts = self._parts(index, result["text"], is_final=is_final)
+        reasoning, content, calls = parts
+        if index not in self._sent:
+            events += super().chunk({"index": index, "text": ""})
         if len(reasoning) > done:
-            if index not in self._sent:
-                events += super().chunk({"index": index, "text": ""})
             self._num_reasoned[index] = len(reasoning)
-            choice = {"index": index, "delta": {"reasoning_content": reasoning[done:]}}
-            end = {"logprobs": None, "finish_reason": None}
-            events += self._event([choice | end]).encode()
-        return events + super().chunk(result | {"text": content})
+            events += self._delta(index, reasoning_content=reasoning[done:])
+        if calls[sent:]:
+            events += super().chunk({"index": index, "text": content})
+            new = [call | {"index": sent + i} for i, call in enumerate(calls[sent:])]
+            events += self._delta(index, tool_calls=new)
+        return events + super().chunk(self._with_reason(index, result) | {"text": content})
+
+    def _delta(self, index: int, **delta: Any) -> bytes:
+        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+        return self._event([choice]).encode()
+
+    def _parts(self, index: int, text: str, *, is_final: bool) -> tuple[str, str, list[Result]]:
+        """Reasoning, content and tool calls of a text; each only grows with the text."""
+        reasoning = ""
+        if self.reasons:
+            reasoning, text = split_reasoning(text, is_open=self.is_open, is_final=is_final)
+        calls = self._calls.setdefault(index, [])
+        if self.parser is not None and self.tools.names:
+            names = self.tools.names
+            text, found = parse_tool_calls(self.parser, text, names, is_final=is_final)
+            for call in found[len(calls) :]:
+                named = {"id": f"call_{new_id()}", "type": "function", "function": call._asdict()}
+                calls.append(named)
+        return reasoning, text, calls
+
+    def _with_reason(self, index: int, result: Result) -> Result:
+        """Set the finish reason of a text that ends with tool calls."""
+        meta = result.get("meta_info")
+        if not self._splits or meta is None or (meta["finish_reason"] or {}).get("type") != "stop":
+            return result
+        if not self._parts(index, result["text"], is_final=True)[2]:
+            return result
+        reason = meta["finish_reason"] | {"type": "tool_calls"}
+        return result | {"meta_info": meta | {"finish_reason": reason}}
 
     def opening(self, index: int) -> Result | None:
         return {"delta": {"role": "assistant", "content": ""}}

@@ -210,14 +210,14 @@ def tokenize(service: Service, body: Body) -> bytes:
     """Tokenise ``messages``, a ``prompt`` or a list of prompts (vLLM's and SGLang's fields)."""
     service.check_model(body)
     tokenizer, length = service.tokenizer, service.engine.context_length
-    conversation = take_conversation(body) if "messages" in body else None
+    conversation = take_conversation(service, body) if "messages" in body else None
     prompt = service.take_inputs(body, "prompt")
     adds_special = body.flag("add_special_tokens", True)
     wants_texts = body.flag("return_token_strs")
     finish_fields(body, service.ignored_fields)
     is_batch = isinstance(prompt, list)
     if conversation is not None:
-        messages, variables = conversation
+        messages, variables, _ = conversation
         with client_names("messages"):
             ids = [encode_conversation(tokenizer, length, messages, **variables)]
     else:

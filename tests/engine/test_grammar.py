@@ -286,8 +286,8 @@ def test_a_fault_in_a_grammar_ends_its_request_only(
     assert len(second["output_ids"]) == 9
 
 
-def test_a_grammar_may_begin_behind_a_token(engine: Engine) -> None:
-    """In a tree, nodes before the token, behind it, and on a branch without it."""
+def test_a_grammar_may_begin_after_a_token(engine: Engine) -> None:
+    """In a tree, nodes before the token, after it, and on a branch without it."""
     compiler, after = make_grammars(engine._plan, engine.tokenizer), 50
     tokens, parents = [0, 7, 50, 0, 9, 50], [-1, 0, 1, 2, 1, 2]
     words = engine.runner.tables.masks.shape[1]

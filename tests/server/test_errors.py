@@ -99,7 +99,7 @@ OTHERS: list[tuple[str, dict[str, Any], str | None, str]] = [
             said("a", tool_calls=[{"function": "f"}]),
         )
     ),
-    (CHAT, HELLO | {"tools": ["f"], "tool_choice": "none"}, "tools", "list of objects"),
+    (CHAT, HELLO | {"tools": ["f"], "tool_choice": "none"}, "tools", "function.name"),
     (
         CHAT,
         HELLO | {"max_tokens": 3, "max_completion_tokens": 4},

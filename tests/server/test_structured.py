@@ -8,9 +8,14 @@ import jsonschema
 import pytest
 
 from specjax import Engine
+from specjax.checkpoints.target import open_target
+from specjax.sampling.grammar import GrammarCompiler
 from specjax.server import make_app
+from specjax.server.fields import ApiError
+from specjax.server.tools import Tools, with_default_prompt
 from specjax.testing import Client, Files, running
 from specjax.testing.files import EOS_ID, letter_tokenizer, write_tokenizer
+from specjax.text.tool_calls import ToolCall, parse_tool_calls
 
 CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
 SCHEMA = {
@@ -158,3 +163,136 @@ def test_reasoning_comes_apart_and_before_the_grammar(reasoning: Client) -> None
                     parts[name] += one["delta"].get(name) or ""
         assert parts["content"] == message["content"]
         assert (parts["reasoning_content"] or None) == message["reasoning_content"]
+
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": "text",
+            "parameters": {
+                "type": "object",
+                "properties": {"x": {"enum": values}},
+                "required": ["x"],
+                "additionalProperties": False,
+            },
+        },
+    }
+    for name, values in (("f", [1, 2]), ("g", ["a", "b"]))
+]
+
+
+@pytest.fixture(scope="module")
+def tools(
+    files: Files, engine: Engine, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Client]:
+    """The template knows tools, but does not show them: they are longer than the context."""
+    folder, tokenizer = tmp_path_factory.mktemp("tools"), letter_tokenizer()
+    tokenizer.chat_template = "{% if tools %}T{% endif %}{{ messages[0].content }}"
+    write_tokenizer(folder, tokenizer)
+    options = {"grammar_backend": "llguidance", "tool_call_parser": "llama3", "tokenizer": folder}
+    options |= {"constrained_json_disable_any_whitespace": True}
+    with (
+        files.engine(**options, share_weights_with=engine) as made,
+        running(make_app(made, served_model_name="tiny")) as port,
+    ):
+        yield Client(port)
+
+
+CALL: dict[str, Any] = HELLO | {"tools": TOOLS, "temperature": 1.0, "seed": 5, "max_tokens": 100}
+
+
+@pytest.mark.parametrize(
+    ("choice", "names"),
+    [("required", {"f", "g"}), ({"type": "function", "function": {"name": "g"}}, {"g"})],
+)
+def test_calls_that_are_required(tools: Client, choice: Any, names: set[str]) -> None:
+    body = CALL | {"tool_choice": choice, "n": 2}
+    choices = tools.post(CHAT, body).json()["choices"]
+    assert {choice["finish_reason"] for choice in choices} == {"tool_calls"}
+    for one in choices:
+        (call,) = one["message"]["tool_calls"]
+        assert one["message"]["content"] is None
+        assert (call["type"], call["id"][:5]) == ("function", "call_")
+        assert call["function"]["name"] in names
+        assert set(json.loads(call["function"]["arguments"])) == {"x"}
+    found: dict[int, Any] = {}
+    ends = {}
+    for event in tools.post(CHAT, body | {"stream": True}).events():
+        for one in event["choices"]:
+            assert not one["delta"].get("content")
+            for call in one["delta"].get("tool_calls", ()):
+                assert call["index"] == 0
+                found[one["index"]] = call["function"]
+            ends[one["index"]] = one["finish_reason"]
+    assert ends == {0: "tool_calls", 1: "tool_calls"}
+    assert found == {i: x["message"]["tool_calls"][0]["function"] for i, x in enumerate(choices)}
+
+
+def test_a_model_that_calls_nothing_answers_with_content(tools: Client) -> None:
+    """The same text as without tools in the request."""
+    for fields in ({"tool_choice": "auto"}, {"tool_choice": "none"}):
+        choice = tools.post(CHAT, CALL | fields).json()["choices"][0]
+        assert choice["message"]["content"]
+        assert "tool_calls" not in choice["message"]
+        streamed = ""
+        for event in tools.post(CHAT, CALL | fields | {"stream": True}).events():
+            streamed += "".join(x["delta"].get("content") or "" for x in event["choices"])
+        assert streamed == choice["message"]["content"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"tools": [TOOLS[0], TOOLS[0]]}, "tools", "must not repeat a name"),
+        ({"tools": [{"type": "function"}]}, "tools", "function.name"),
+        ({"tool_choice": {"function": {"name": "h"}}}, "tool_choice", "must name one of the tools"),
+        ({"tool_choice": "any"}, "tool_choice", "none, auto, required or a function"),
+        ({"tools": [], "tool_choice": "required"}, "tool_choice", "needs tools"),
+        ({"tool_choice": "required", "response_format": FORMAT}, "response_format", "only one"),
+    ],
+)
+def test_wrong_tools(tools: Client, fields: dict[str, Any], param: str, words: str) -> None:
+    answer = tools.post(CHAT, CALL | fields)
+    assert answer.status == 400
+    assert answer.error["param"] == param
+    assert words in answer.error["message"]
+
+
+@pytest.mark.parametrize("kind", ["hermes", "llama3"])
+def test_a_required_call_is_what_the_parser_reads(kind: str) -> None:
+    tokenizer = open_target("smollm2-135m", dtype="float32").load_tokenizer()
+    compiler = GrammarCompiler(tokenizer.backend.to_str(), 49152, [2], spaces=True)
+    key = "parameters" if kind == "llama3" else "arguments"
+    call = json.dumps({"name": "g", key: {"x": "b"}})
+    text = call if kind == "llama3" else f"<tool_call>\n{call}\n</tool_call>"
+    asked = Tools(TOOLS, ["f", "g"], is_required=True)
+    ((name, grammar),) = asked.grammar(kind).items()
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert compiler.compile(name, grammar).advance(ids) == len(ids)
+    assert parse_tool_calls(kind, text, asked.names) == ("", [ToolCall("g", '{"x": "b"}')])
+    with pytest.raises(ApiError, match="tool_choice must be auto or none with"):
+        asked.grammar("pythonic")
+
+
+def test_a_template_without_tools_gets_a_prompt() -> None:
+    call = {"id": "1", "function": {"name": "f", "arguments": {"x": 1}}}
+    turns = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "7"},
+    ]
+    system, *others = with_default_prompt(turns, TOOLS)
+    assert system["role"] == "system"
+    assert all(json.dumps(tool["function"]) in system["content"] for tool in TOOLS)
+    assert others == [
+        turns[0],
+        {
+            "role": "assistant",
+            "content": '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>',
+        },
+        {"role": "user", "content": "<tool_response>\n7\n</tool_response>"},
+    ]
+    own = [{"role": "system", "content": "be brief"}, *turns]
+    assert with_default_prompt(own, TOOLS)[0]["content"].startswith("be brief\n\nYou can call")

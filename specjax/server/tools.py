@@ -1,0 +1,130 @@
+"""Tools in chat requests: which functions a model may call, how it is told, and when it must."""
+
+import json
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from specjax.checks import short
+from specjax.server.fields import ApiError, Body
+from specjax.text.tool_calls import END, START
+
+MAX_TOOLS, MAX_NAME = 128, 64  # OpenAI's limits
+# For templates without tools: the prompt of Qwen2.5 and Hermes, in our words.
+PROMPT = """You can call these functions. Each line is the JSON schema of one:
+{tools}
+To call a function, answer with a JSON object with its name and arguments between these tags:
+{start}
+{{"name": "the function", "arguments": {{"the parameter": "the value"}}}}
+{end}"""
+
+
+class Tools(NamedTuple):
+    """The functions of a request, and whether one must be called."""
+
+    given: Sequence[dict[str, Any]] = ()  # as the client sent them, for the template
+    names: Sequence[str] = ()  # those that may be called
+    is_required: bool = False
+    is_parallel: bool = True  # whether there may be several calls
+
+    def grammar(self, kind: str) -> dict[str, Any]:
+        """Sampling parameters that force a call; none if the model decides."""
+        if not self.is_required:
+            return {}
+        if kind not in ("hermes", "qwen25", "llama3"):
+            raise ApiError(
+                400,
+                f"tool_choice must be auto or none with tool_call_parser={kind!r}, whose format is "
+                "no JSON",
+                param="tool_choice",
+            )
+        key = "parameters" if kind == "llama3" else "arguments"
+        functions = [tool["function"] for tool in self.given]
+        calls = [
+            {
+                "type": "object",
+                "properties": {
+                    "name": {"const": one["name"]},
+                    key: one.get("parameters") or {"type": "object"},
+                },
+                "required": ["name", key],
+                "additionalProperties": False,
+            }
+            for one in functions
+            if one["name"] in self.names
+        ]
+        schema = json.dumps({"anyOf": calls})
+        if kind == "llama3":
+            return {"json_schema": schema}
+        many = f' ("\\n{START}\\n" call "\\n{END}")*' if self.is_parallel else ""
+        start = f'start: "{START}\\n" call "\\n{END}"{many}'
+        return {"ebnf": f"{start}\ncall: %json {schema}\n"}
+
+
+NO_TOOLS = Tools()
+
+
+def take_tools(body: Body) -> Tools:
+    """Take ``tools``, ``tool_choice`` and ``parallel_tool_calls``."""
+    tools, choice = body.take("tools", []), body.take("tool_choice", "auto")
+    is_parallel = body.flag("parallel_tool_calls", True)
+    if not isinstance(tools, list) or len(tools) > MAX_TOOLS:
+        message = f"tools={short(tools)} must be a list of at most {MAX_TOOLS} functions"
+        raise ApiError(400, message, param="tools")
+    names = [_name(i, tool) for i, tool in enumerate(tools)]
+    if len(set(names)) < len(names):
+        raise ApiError(400, f"tools must not repeat a name; got {short(names)}", param="tools")
+    if isinstance(choice, dict):
+        function = choice.get("function")
+        name = function.get("name") if isinstance(function, dict) else None
+        if name not in names:
+            message = f"tool_choice={short(choice)} must name one of the tools {short(names)}"
+            raise ApiError(400, message, param="tool_choice")
+        return Tools(tools, [name], True, False)
+    if choice not in ("none", "auto", "required"):
+        message = f"tool_choice={short(choice)} must be none, auto, required or a function"
+        raise ApiError(400, message, param="tool_choice")
+    if choice == "required" and not tools:
+        raise ApiError(400, "tool_choice='required' needs tools", param="tool_choice")
+    return Tools(tools, [] if choice == "none" else names, choice == "required", is_parallel)
+
+
+def _name(index: int, tool: Any) -> str:
+    """Check a tool, and return its function's name."""
+    function = tool.get("function") if isinstance(tool, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    parameters = function.get("parameters") if isinstance(function, dict) else None
+    is_valid = isinstance(name, str) and 0 < len(name) <= MAX_NAME
+    if not is_valid or not isinstance(parameters, dict | None):
+        message = (
+            f"tools[{index}]={short(tool)} must have function.name, of 1 to {MAX_NAME} characters, "
+            "and function.parameters, a JSON schema"
+        )
+        raise ApiError(400, message, param="tools")
+    return str(name)
+
+
+def with_default_prompt(
+    messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Tell a model about tools if its template does not; calls and results become text."""
+    lines = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
+    prompt = PROMPT.format(tools=lines, start=START, end=END)
+    found = [_as_text(message) for message in messages]
+    if found[0]["role"] == "system":
+        first = found[0] | {"content": f"{found[0]['content']}\n\n{prompt}"}
+        return [first, *found[1:]]
+    return [{"role": "system", "content": prompt}, *found]
+
+
+def _as_text(message: dict[str, Any]) -> dict[str, Any]:
+    if message["role"] == "tool":
+        content = f"<tool_response>\n{message['content']}\n</tool_response>"
+        return {"role": "user", "content": content}
+    calls = [
+        f"{START}\n{json.dumps({k: call['function'].get(k) for k in ('name', 'arguments')})}\n{END}"
+        for call in message.get("tool_calls", ())
+    ]
+    if not calls:
+        return message
+    content = "\n".join([message["content"], *calls]).lstrip("\n")
+    return {"role": message["role"], "content": content}
