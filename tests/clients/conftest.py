@@ -69,6 +69,7 @@ def run_program(tmp_path_factory: pytest.TempPathFactory) -> Run:
 def server(run_program: Run, files: Any) -> Iterator[Client]:
     """Client of a server process that speculates and requires an API key."""
     arguments = SIZES | {"model": "smollm2-135m", "speculative_num_steps": 3}
+    arguments |= {"grammar_backend": "llguidance", "tool_call_parser": "hermes"}
     arguments["compile_cache_dir"] = files.cache
     with serving(arguments, "--served-model-name", MODEL, key=KEY) as (process, client):
         wait_until_ready(process, client)

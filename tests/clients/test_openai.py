@@ -1,5 +1,6 @@
 """openai-python returns the engine's answers and raises its own exceptions."""
 
+import json
 import re
 import time
 from pathlib import Path
@@ -125,12 +126,31 @@ def test_extra_fields(engine, found) -> None:
     assert found["extensions"] == said["text"]
 
 
+def test_structured_output(found) -> None:
+    fruit = found["parsed"]
+    assert set(fruit) == {"name", "is_red", "count"}
+    assert 1 <= fruit["count"] <= 9
+
+
+def test_tool_calls(found) -> None:
+    whole, collected, after = found["tool_calls"]
+    calls = []
+    for one in (whole, collected):
+        assert one["finish_reason"] == "tool_calls"
+        (call,) = one["message"]["tool_calls"]
+        calls.append(call["function"] | {"parsed_arguments": None})
+    assert calls[0] == calls[1]
+    assert calls[0]["name"] == "get_weather"
+    assert set(json.loads(calls[0]["arguments"])) == {"city"}
+    assert after["message"]["content"]
+
+
 def test_errors_raise_the_librarys_exceptions(found) -> None:
     assert found["errors"] == {
         "value": ["BadRequestError", 400, None, "temperature"],
         "type": ["BadRequestError", 400, None, "max_tokens"],
         "unknown": ["BadRequestError", 400, "unknown_field", "max_tokns"],
-        "tools": ["BadRequestError", 400, "unsupported_field", "tools"],
+        "tools": ["BadRequestError", 400, None, "tools"],
         "length": ["BadRequestError", 400, "context_length_exceeded", "messages"],
         "model": ["NotFoundError", 404, "model_not_found", "model"],
         "route": ["NotFoundError", 404, "unknown_route", None],

@@ -7,6 +7,7 @@ from typing import Any
 
 import openai
 from openai import AsyncOpenAI, OpenAI
+from pydantic import BaseModel, Field
 
 GIVEN = json.loads(sys.argv[1])
 MESSAGES, PROMPT, MODEL = GIVEN["messages"], GIVEN["prompt"], GIVEN["model"]
@@ -80,6 +81,53 @@ def extensions(client: OpenAI) -> Any:
     return found.choices[0].message.content
 
 
+class Fruit(BaseModel):
+    """What a model must answer with."""
+
+    name: str = Field(max_length=12)
+    is_red: bool
+    count: int = Field(ge=1, le=9)
+
+
+WEATHER: Any = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather in a city",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string", "maxLength": 20}},
+            "required": ["city"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
+def parsed(client: OpenAI) -> Any:
+    """Structured output through the library's models."""
+    asked = seeded() | {"messages": MESSAGES, "max_tokens": 120, "response_format": Fruit}
+    found = client.chat.completions.parse(**asked).choices[0].message.parsed
+    assert isinstance(found, Fruit)
+    return found.model_dump()
+
+
+def tool_calls(client: OpenAI) -> Any:
+    """A required call, its result, and a stream that the library's helper collects."""
+    question = {"role": "user", "content": "What is the weather in Paris?"}
+    asked: Any = seeded() | {"tools": [WEATHER], "tool_choice": "required", "max_tokens": 80}
+    asked |= {"parallel_tool_calls": False, "messages": [question]}
+    choice = client.chat.completions.create(**asked).choices[0]
+    with client.chat.completions.stream(**asked) as stream:
+        collected = stream.get_final_completion().choices[0]
+    (call,) = choice.message.tool_calls or ()
+    result = {"role": "tool", "tool_call_id": call.id, "content": "rain"}
+    turns = [question, choice.message.model_dump(exclude_none=True), result]
+    after = client.chat.completions.create(messages=turns, tools=[WEATHER], **seeded())
+    found = [choice, collected, after.choices[0]]
+    return [one.model_dump() for one in found]
+
+
 def at_once(client: OpenAI) -> Any:
     async def ask() -> list[str]:
         async with AsyncOpenAI(base_url=client.base_url, api_key=client.api_key) as many:
@@ -93,7 +141,7 @@ def at_once(client: OpenAI) -> Any:
 
 def errors(client: OpenAI) -> Any:
     wrong_key = client.with_options(api_key="wrong")
-    tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
+    tool = {"type": "function", "function": {"parameters": {}}}
 
     def chat(**changes: Any) -> Any:
         return client.chat.completions.create(**{"messages": MESSAGES, **seeded(), **changes})
@@ -150,7 +198,7 @@ def leaving(client: OpenAI) -> Any:
 
 CALLS = (
     *(models, chat, chat_stream, chat_helper, samples, completion, completion_stream),
-    *(batch, stop, extensions, at_once, errors, leaving),
+    *(batch, stop, extensions, parsed, tool_calls, at_once, errors, leaving),
 )
 
 if __name__ == "__main__":
