@@ -8,6 +8,7 @@ so never accepted. Axes: T tree nodes, S steps, V vocabulary.
 
 import json
 import math
+import re
 from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
@@ -26,6 +27,7 @@ MAX_CHARACTERS = 2**16
 MAX_MULTIPLE = 10_000
 # The library's limits on the work for one mask (about 7 ms) and on memory (about 50 MB).
 LIMITS: dict[str, Any] = {"step_lexer_fuel": 100_000, "max_lexer_states": 50_000}
+_DECODER = json.JSONDecoder()
 NO_TOKEN = "no token may follow"
 
 
@@ -181,20 +183,35 @@ class GrammarCompiler:
 
     def _grammar(self, kind: str, text: str) -> str:
         if kind == "structural_tag":
-            return structural_grammar(json.loads(text))
+            return _check_embedded(structural_grammar(json.loads(text)))
         if kind == "json_schema":
-            _check_multiples(json.loads(text), "allOf" in text)
+            _check_multiples(json.loads(text))
             return llguidance.LLMatcher.grammar_from_json_schema(text, overrides=self._json)
+        if kind == "ebnf":
+            _check_embedded(text)
         formats: Any = kind
         return llguidance.grammar_from(formats, text)
 
 
-def _check_multiples(schema: Any, is_joined: bool) -> None:
+def _check_embedded(grammar: str) -> str:
+    """Check the schemas in a grammar, and return it."""
+    for mark in re.finditer(r"%json\s*", grammar):
+        try:
+            schema = _DECODER.raw_decode(grammar, mark.end())[0]
+        except ValueError:
+            continue  # the library names the place
+        _check_multiples(schema)
+    return grammar
+
+
+def _check_multiples(schema: Any) -> None:
     """Refuse large values of ``multipleOf``, or large products if ``allOf`` may join them."""
-    found = [1]
+    found, is_joined = [1], False
 
     def visit(value: Any) -> None:
+        nonlocal is_joined
         if isinstance(value, dict):
+            is_joined |= "allOf" in value
             multiple = value.get("multipleOf")
             if isinstance(multiple, int | float) and math.isfinite(multiple):
                 found.append(abs(Fraction(str(multiple)).numerator))

@@ -6,9 +6,9 @@ from typing import Any
 
 import msgspec
 
-from specjax.checks import is_integer, short
+from specjax.checks import ParameterError, is_integer, short
 from specjax.engine.requests import encode_conversation
-from specjax.sampling.params import SamplingParams
+from specjax.sampling.params import GRAMMARS, SamplingParams
 from specjax.scheduling.loop import Call
 from specjax.scheduling.request import TokenLogprob, new_id
 from specjax.server.answers import LEAST, Answer, Result, Sent, Tops, finite
@@ -16,7 +16,7 @@ from specjax.server.fields import INPUTS, NAMES, ApiError, Body, client_names, f
 from specjax.server.service import MAX_REPORTED, Service
 from specjax.server.structured import take_grammar
 from specjax.server.tools import NO_TOOLS, Tools, take_tools, with_default_prompt
-from specjax.text.reasoning import START, split_reasoning
+from specjax.text.reasoning import END, START, split_reasoning
 from specjax.text.tool_calls import parse_tool_calls
 
 DEFAULT_TOKENS = 16
@@ -174,6 +174,8 @@ def read_chat(service: Service, body: Body) -> tuple[Call, Answer]:
     length = service.engine.context_length
     is_cut = wants_logprobs and "max_tokens" not in body
     params = take_params(body, length, tools.grammar(parser or ""))
+    if (tools.names and parser == "mistral") or (tags is not None and tags.is_special):
+        params = replace(params, skip_special_tokens=False)  # these mark calls and reasoning
     finish_fields(body, service.ignored_fields)
     service.check_count(params.n)
     if is_cut:
@@ -181,14 +183,19 @@ def read_chat(service: Service, body: Body) -> tuple[Call, Answer]:
         params = replace(params, max_new_tokens=min(length, most))
     ids = encode_conversation(service.tokenizer, length, messages, **variables)
     request_id = f"chatcmpl-{new_id()}"
-    call = service.engine.make_call(
-        stream=is_stream,
-        sampling_params=params,
-        rid=request_id,
-        input_ids=ids,
-        return_logprob=wants_logprobs,
-        top_logprobs_num=num_top,
-    )
+    try:
+        call = service.engine.make_call(
+            stream=is_stream,
+            sampling_params=params,
+            rid=request_id,
+            input_ids=ids,
+            return_logprob=wants_logprobs,
+            top_logprobs_num=num_top,
+        )
+    except ParameterError as error:
+        if not tools.is_required or error.param not in GRAMMARS:
+            raise
+        raise ApiError(400, f"tools that must be called: {error}", param="tools") from error
     return call, ChatAnswer(
         id=request_id,
         model=model,
@@ -196,10 +203,12 @@ def read_chat(service: Service, body: Body) -> tuple[Call, Answer]:
         params=params,
         prompt_ids=[ids],
         wants_logprobs=wants_logprobs,
-        reasons=tags is not None and is_apart,
+        reasons=tags is not None,
+        is_apart=is_apart,
         parser=parser,
         tools=tools,
-        is_open=tags is not None and tags.last(ids) == START,
+        is_open=tags is not None
+        and (tags.last(ids) == START or is_in_reasoning(variables, messages)),
         **shown,
     )
 
@@ -226,9 +235,18 @@ def take_conversation(
     taken, tools = [_message(i, m) for i, m in enumerate(messages)], take_tools(body)
     if tools.given and "tools" in (service.tokenizer.chat_template or ""):
         variables["tools"] = tools.given
-    elif tools.names:
+    elif tools.names and service.engine.tool_call_parser in (None, "hermes", "qwen25"):
         taken = with_default_prompt(taken, tools.given)
+    elif tools.names:
+        message = "the chat template does not read tools, so tool_call_parser must be hermes"
+        raise ApiError(400, message, param="tools")
     return taken, variables, tools
+
+
+def is_in_reasoning(variables: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the last message, which the answer continues, ends within reasoning."""
+    text = messages[-1]["content"]
+    return bool(variables["continue_final_message"]) and text.rfind(START) > text.rfind(END)
 
 
 def _message(index: int, message: Any) -> dict[str, Any]:
@@ -297,11 +315,12 @@ def _text(where: str, content: Any) -> str:
 class ChatAnswer(Answer):
     """A choice has a ``message`` or, in a stream, a ``delta``.
 
-    Reasoning (``reasons``) and calls of ``tools`` come apart from the content, unless drafts are
-    shown. ``is_open`` if the prompt has opened the reasoning.
+    Calls of ``tools`` and, if the model ``reasons``, its reasoning if ``is_apart``, come apart from
+    the content, unless drafts are shown. ``is_open`` if the prompt has opened the reasoning.
     """
 
     reasons: bool = False
+    is_apart: bool = True
     is_open: bool = False
     parser: str | None = None
     tools: Tools = NO_TOOLS
@@ -312,7 +331,8 @@ class ChatAnswer(Answer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._splits = (self.reasons or bool(self.tools.names)) and not self.include_drafts
+        self._is_apart = self.reasons and self.is_apart
+        self._splits = (self._is_apart or bool(self.tools.names)) and not self.include_drafts
         self._num_reasoned: dict[int, int] = {}  # characters of reasoning sent, by choice
         self._calls: dict[int, list[Result]] = {}  # calls sent, by choice
 
@@ -321,7 +341,7 @@ class ChatAnswer(Answer):
         if self._splits:
             reasoning, content, calls = self._parts(index, text, is_final=True)
             message["content"] = content if content or not calls else None
-            if self.reasons:
+            if self._is_apart:
                 message["reasoning_content"] = reasoning or None
             if calls:
                 message["tool_calls"] = calls
@@ -355,17 +375,19 @@ class ChatAnswer(Answer):
 
     def _parts(self, index: int, text: str, *, is_final: bool) -> tuple[str, str, list[Result]]:
         """Reasoning, content and tool calls of a text; each only grows with the text."""
-        reasoning = ""
+        reasoning, rest = "", text
         if self.reasons:
-            reasoning, text = split_reasoning(text, is_open=self.is_open, is_final=is_final)
+            reasoning, rest = split_reasoning(text, is_open=self.is_open, is_final=is_final)
+        before = "" if self._is_apart else text[: len(text) - len(rest)]
         calls = self._calls.setdefault(index, [])
         if self.parser is not None and self.tools.names:
             names = self.tools.names
-            text, found = parse_tool_calls(self.parser, text, names, is_final=is_final)
-            for call in found[len(calls) :]:
-                named = {"id": f"call_{new_id()}", "type": "function", "function": call._asdict()}
-                calls.append(named)
-        return reasoning, text, calls
+            rest, found = parse_tool_calls(self.parser, rest, names, is_final=is_final)
+            for call in found[len(calls) : None if self.tools.is_parallel else 1]:
+                # templates of Mistral demand nine letters or digits
+                name = new_id()[:9] if self.parser == "mistral" else f"call_{new_id()}"
+                calls.append({"id": name, "type": "function", "function": call._asdict()})
+        return "" if before else reasoning, before + rest, calls
 
     def _with_reason(self, index: int, result: Result) -> Result:
         """Set the finish reason of a text that ends with tool calls."""

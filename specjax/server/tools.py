@@ -8,6 +8,14 @@ from specjax.checks import short
 from specjax.server.fields import ApiError, Body
 from specjax.text.tool_calls import END, START
 
+# White space in the arguments of a forced call: that of json.dumps, which models have learned.
+LAYOUT = {
+    "x-guidance": {
+        "whitespace_flexible": False,
+        "key_separator": ": ",
+        "item_separator": ", ",
+    }
+}
 MAX_TOOLS, MAX_NAME = 128, 64  # OpenAI's limits
 # For templates without tools: the prompt of Qwen2.5 and Hermes, in our words.
 PROMPT = """You can call these functions. Each line is the JSON schema of one:
@@ -39,25 +47,18 @@ class Tools(NamedTuple):
             )
         key = "parameters" if kind == "llama3" else "arguments"
         functions = [tool["function"] for tool in self.given]
-        calls = [
-            {
-                "type": "object",
-                "properties": {
-                    "name": {"const": one["name"]},
-                    key: one.get("parameters") or {"type": "object"},
-                },
-                "required": ["name", key],
-                "additionalProperties": False,
-            }
-            for one in functions
-            if one["name"] in self.names
-        ]
-        schema = json.dumps({"anyOf": calls})
-        if kind == "llama3":
-            return {"json_schema": schema}
-        many = f' ("\\n{START}\\n" call "\\n{END}")*' if self.is_parallel else ""
-        start = f'start: "{START}\\n" call "\\n{END}"{many}'
-        return {"ebnf": f"{start}\ncall: %json {schema}\n"}
+        functions = [one for one in functions if one["name"] in self.names]
+        # each schema is a rule of its own, so that its references keep their root
+        rules = [f"call: {' | '.join(f'call_{i}' for i in range(len(functions)))}"]
+        for i, one in enumerate(functions):
+            begin = json.dumps(f'{{"name": {json.dumps(one["name"])}, "{key}": ')
+            schema = json.dumps((one.get("parameters") or {"type": "object"}) | LAYOUT)
+            rules += [f'call_{i}: {begin} values_{i} "}}"', f"values_{i}: %json {schema}"]
+        start = "start: call"
+        if kind != "llama3":
+            many = f' ("\\n{START}\\n" call "\\n{END}")*' if self.is_parallel else ""
+            start = f'start: "{START}\\n" call "\\n{END}"{many}'
+        return {"ebnf": "\n".join([start, *rules, ""])}
 
 
 NO_TOOLS = Tools()

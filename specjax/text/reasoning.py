@@ -21,6 +21,8 @@ class ReasoningTags:
 
     start: int | None
     end: int
+    spaces: frozenset[int] = frozenset()  # tokens of white space
+    is_special: bool = False  # whether texts without special tokens lack the tags
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> "ReasoningTags":
@@ -28,16 +30,19 @@ class ReasoningTags:
         end = tokenizer.backend.token_to_id(END)
         if end is None:
             raise ValueError(f"reasoning_parser needs a tokenizer with the token {END!r}")
-        return cls(tokenizer.backend.token_to_id(START), end)
+        added = tokenizer.backend.get_added_tokens_decoder()
+        ids = [found.ids for found in map(tokenizer.backend.encode, ("\n", "\n\n", " ", "\r\n"))]
+        spaces = frozenset(one for found in ids for one in found)
+        is_special = end in added and added[end].special
+        return cls(tokenizer.backend.token_to_id(START), end, spaces, is_special)
 
     def last(self, prompt: Sequence[int]) -> str | None:
-        """The tag that the prompt ends with or has last; ``None`` without one near its end."""
-        for i in range(len(prompt) - 1, max(-1, len(prompt) - 1 - NEAR_END), -1):
-            if prompt[i] == self.end:
-                return END
-            if prompt[i] == self.start:
-                return START
-        return None
+        """The tag at the end of the prompt, before white space; ``None`` if there is none."""
+        at = len(prompt)
+        while at > max(1, len(prompt) - NEAR_END) and prompt[at - 1] in self.spaces:
+            at -= 1
+        last = prompt[at - 1] if prompt else None
+        return END if last == self.end else START if last == self.start else None
 
 
 def split_reasoning(text: str, *, is_open: bool, is_final: bool) -> tuple[str, str]:

@@ -12,13 +12,13 @@ has returned for a part of a text only grows. Text that is not a valid call stay
 import ast
 import json
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 START, END = "<tool_call>", "</tool_call>"
 PYTHON_TAG, MISTRAL_TAG, MISTRAL_ARGS = "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]"
 _DECODER = json.JSONDecoder()
-_BLOCK = re.compile(f"{re.escape(START)}(.*?){re.escape(END)}", re.DOTALL)
+_SEPARATORS = re.compile(r"[\s;]*")
 MAX_PYTHON = 2**16  # characters of a list of Python calls
 
 
@@ -48,11 +48,13 @@ def parse_tool_calls(
 
 def _hermes(text: str, names: Collection[str], is_final: bool) -> Parsed:
     content, calls, at = "", list[ToolCall](), 0
-    for block in _BLOCK.finditer(text):
-        call = _object_call(block[1], names)
-        content += text[at : block.start() if call else block.end()]
+    # not a regular expression, which would search for each start tag again to the end of the text
+    while (begin := text.find(START, at)) >= 0 and (end := text.find(END, begin)) >= 0:
+        call = _object_call(text[begin + len(START) : end], names)
+        end += len(END)
+        content += text[at : begin if call else end]
         calls += [call] if call else []
-        at = block.end()
+        at = end
     rest = text[at:]
     begin = rest.find(START)
     if begin < 0:
@@ -66,11 +68,11 @@ def _hermes(text: str, names: Collection[str], is_final: bool) -> Parsed:
 
 def _llama3(text: str, names: Collection[str], is_final: bool) -> Parsed:
     body = text.lstrip()
-    if not is_final and (PYTHON_TAG.startswith(body) or body.startswith(("{", PYTHON_TAG))):
+    may_call = body.startswith(("{", PYTHON_TAG))
+    if not is_final and (may_call or PYTHON_TAG.startswith(body)):
         return "", []
-    found = [_call_of(value, names) for value in _objects(body.removeprefix(PYTHON_TAG))]
-    calls = [call for call in found if call is not None]
-    return ("", calls) if calls and len(calls) == len(found) else (text, [])
+    calls = _object_calls(body.removeprefix(PYTHON_TAG), names) if may_call else []
+    return ("", calls) if calls else (text, [])
 
 
 def _mistral(text: str, names: Collection[str], is_final: bool) -> Parsed:
@@ -83,7 +85,7 @@ def _mistral(text: str, names: Collection[str], is_final: bool) -> Parsed:
     for part in text[begin:].split(MISTRAL_TAG)[1:]:
         name, mark, arguments = part.partition(MISTRAL_ARGS)
         if mark:
-            value: Any = [{"name": name.strip(), "arguments": _json(arguments)}]
+            value: Any = [{"name": name.strip(), "arguments": arguments}]
         else:
             value = _json(part)
         made = [_call_of(one, names) for one in value] if isinstance(value, list) else [None]
@@ -101,9 +103,9 @@ def _pythonic(text: str, names: Collection[str], is_final: bool) -> Parsed:
         return text, []
     try:
         tree = ast.parse(body, mode="eval").body
-        assert isinstance(tree, ast.List)
-        calls = [_python_call(item, names) for item in tree.elts]
-    except (SyntaxError, ValueError, AssertionError, RecursionError, MemoryError, TypeError):
+        items = tree.elts if isinstance(tree, ast.List) else []
+        calls = [_python_call(item, names) for item in items]
+    except (SyntaxError, ValueError, RecursionError, MemoryError, TypeError):
         return text, []
     return ("", calls) if calls else (text, [])
 
@@ -118,13 +120,14 @@ FORMATS: dict[str, Callable[[str, Collection[str], bool], Parsed]] = {
 
 
 def _python_call(node: ast.expr, names: Collection[str]) -> ToolCall:
-    assert isinstance(node, ast.Call)
-    assert isinstance(node.func, ast.Name)
-    assert node.func.id in names
-    assert not node.args
-    values = {word.arg: ast.literal_eval(word.value) for word in node.keywords}
-    assert None not in values
-    return ToolCall(node.func.id, json.dumps(values, ensure_ascii=False, allow_nan=False))
+    """Raises ValueError for anything but a call of a known function with constant keywords."""
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name) or node.args:
+        raise ValueError("not a call with keywords only")
+    values = {str(word.arg): ast.literal_eval(word.value) for word in node.keywords if word.arg}
+    text = _dump(values)
+    if node.func.id not in names or text is None or len(values) < len(node.keywords):
+        raise ValueError("an unknown function, or arguments that are not JSON")
+    return ToolCall(node.func.id, text)
 
 
 def _json(text: str) -> Any:
@@ -135,17 +138,18 @@ def _json(text: str) -> Any:
         return None
 
 
-def _objects(text: str) -> Iterator[Any]:
-    """JSON values with semicolons between them; ``None`` for text that is none."""
-    at = 0
-    while at < len(text.rstrip()):
-        at += len(text[at:]) - len(text[at:].lstrip(" \n\t\r;"))
+def _object_calls(text: str, names: Collection[str]) -> list[ToolCall]:
+    """Calls with semicolons between them; none if anything else is there."""
+    calls, at = list[ToolCall](), 0
+    while (at := _SEPARATORS.match(text, at).end()) < len(text):  # type: ignore[union-attr]
         try:
             value, at = _DECODER.raw_decode(text, at)
         except (ValueError, RecursionError):
-            yield None
-            return
-        yield value
+            return []
+        if (call := _call_of(value, names)) is None:
+            return []
+        calls.append(call)
+    return calls
 
 
 def _object_call(text: str, names: Collection[str]) -> ToolCall | None:
@@ -157,11 +161,23 @@ def _call_of(value: Any, names: Collection[str]) -> ToolCall | None:
     if not isinstance(value, dict) or value.get("name") not in names:
         return None
     arguments = value.get("arguments", value.get("parameters", {}))
-    if isinstance(arguments, str):  # some models write JSON text
+    if arguments is None:
+        arguments = {}
+    elif isinstance(arguments, str):  # some models write JSON text
         arguments = _json(arguments)
-    if not isinstance(arguments, dict):
+    if not isinstance(arguments, dict) or (text := _dump(arguments)) is None:
         return None
-    return ToolCall(value["name"], json.dumps(arguments, ensure_ascii=False))
+    return ToolCall(value["name"], text)
+
+
+def _dump(value: dict[str, Any]) -> str | None:
+    """JSON text that every client can read; ``None`` for NaN, infinity and lone surrogates."""
+    try:
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        text.encode()
+    except ValueError:
+        return None
+    return text
 
 
 def _overlap(text: str, mark: str) -> int:

@@ -250,6 +250,14 @@ def test_a_model_that_calls_nothing_answers_with_content(tools: Client) -> None:
         ({"tool_choice": {"function": {"name": "h"}}}, "tool_choice", "must name one of the tools"),
         ({"tool_choice": "any"}, "tool_choice", "none, auto, required or a function"),
         ({"tools": [], "tool_choice": "required"}, "tool_choice", "needs tools"),
+        (
+            {
+                "tools": [{"function": {"name": "f", "parameters": {"multipleOf": 99991}}}],
+                "tool_choice": "required",
+            },
+            "tools",
+            "multipleOf of 99991 is not supported",
+        ),
         ({"tool_choice": "required", "response_format": FORMAT}, "response_format", "only one"),
     ],
 )
@@ -267,7 +275,10 @@ def test_a_required_call_is_what_the_parser_reads(kind: str) -> None:
     key = "parameters" if kind == "llama3" else "arguments"
     call = json.dumps({"name": "g", key: {"x": "b"}})
     text = call if kind == "llama3" else f"<tool_call>\n{call}\n</tool_call>"
-    asked = Tools(TOOLS, ["f", "g"], is_required=True)
+    nested = {"$defs": {"A": {"enum": ["a", "b"]}}, "properties": {"x": {"$ref": "#/$defs/A"}}}
+    nested |= {"type": "object", "required": ["x"], "additionalProperties": False}
+    given = [TOOLS[0], {"type": "function", "function": {"name": "g", "parameters": nested}}]
+    asked = Tools(given, ["f", "g"], is_required=True)
     ((name, grammar),) = asked.grammar(kind).items()
     ids = tokenizer.encode(text, add_special_tokens=False)
     assert compiler.compile(name, grammar).advance(ids) == len(ids)

@@ -48,11 +48,13 @@ def test_the_last_tag_of_a_prompt() -> None:
     tokenizer = letter_tokenizer()
     with pytest.raises(ValueError, match="needs a tokenizer with the token '</think>'"):
         ReasoningTags.of(tokenizer)
-    tags = ReasoningTags(5, 6)
+    tags = ReasoningTags(5, 6, frozenset([9]))
     for prompt, last in (
         ([1, 5, 9], START),
         ([1, 5, 9, 6, 9], END),
-        ([5, 6, 1, 1, 1, 1], None),
+        ([1, 6, 1], None),
+        ([5, 9, 9, 9, 9, 9], None),
+        ([], None),
         ([1], None),
         ([6], END),
     ):

@@ -1,6 +1,7 @@
 """Tool calls in text, whole and in pieces."""
 
 import json
+import time
 
 import pytest
 from hypothesis import given
@@ -37,7 +38,12 @@ EXAMPLES = [
         ' {"name": "add", "parameters": {"a": 1, "b": [2, {"c": null}]}}',
         ("", BOTH),
     ),
-    ("llama3", '{"name": "add", "parameters": {"a": 1}}', ("", calls(("add", {"a": 1})))),
+    ("llama3", '{"name": "add", "parameters": {"a": 1}};\n', ("", calls(("add", {"a": 1})))),
+    (
+        "hermes",
+        '<tool_call>{"name": "add", "arguments": null}</tool_call>',
+        ("", calls(("add", {}))),
+    ),
     (
         "mistral",
         '[TOOL_CALLS] [{"name": "get_weather", "arguments": {"city": "Zürich"}}, {"name": "add", '
@@ -57,6 +63,11 @@ OTHERS = [
     ("llama3", '{"some": "object"}; and text'),
     ("mistral", "[TOOL_CALLS] [1, 2]"),
     ("mistral", "[TOOL_CALLS]add[ARGS]{"),
+    ("llama3", '; {"name": "add", "parameters": {"a": 1}}'),
+    ("hermes", '<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "add", "arguments": {"a": "\\ud800"}}</tool_call>'),
+    ("pythonic", "[add(a=1e999)]"),
+    ("pythonic", "[add(**{'a': 1})]"),
     ("pythonic", "[add(a=open('x'))]"),
     ("pythonic", "[add(1)]"),
     ("pythonic", "[1, 2, 3] is a list"),
@@ -99,3 +110,10 @@ def test_parts_only_grow_to_the_whole(kind: str, text: str) -> None:
         before = part, some
     if not found:
         assert content == text
+
+
+def test_unclosed_tags_take_linear_time() -> None:
+    text = "<tool_call>" * 20_000
+    started = time.process_time()
+    assert parse_tool_calls("hermes", text, NAMES) == (text, [])
+    assert time.process_time() - started < 0.1
