@@ -53,7 +53,7 @@ EXAMPLES = [
     ("mistral", 'Yes.[TOOL_CALLS]add[ARGS]{"a": 1}', ("Yes.", calls(("add", {"a": 1})))),
     ("pythonic", "[get_weather(city='Zürich'), add(a=1, b=[2, {'c': None}])]", ("", BOTH)),
 ]
-# texts that are no calls of these functions
+# texts without a valid call of these functions
 OTHERS = [
     ("hermes", '<tool_call>{"name": "unknown", "arguments": {}}</tool_call> so'),
     ("hermes", '<tool_call>{"name": "add", "arguments": {"a": }</tool_call>'),

@@ -82,7 +82,7 @@ def extensions(client: OpenAI) -> Any:
 
 
 class Fruit(BaseModel):
-    """What a model must answer with."""
+    """A schema for answers."""
 
     name: str = Field(max_length=12)
     is_red: bool
