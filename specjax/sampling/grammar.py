@@ -183,7 +183,7 @@ class GrammarCompiler:
 
     def _grammar(self, kind: str, text: str) -> str:
         if kind == "structural_tag":
-            return _check_embedded(structural_grammar(json.loads(text)))
+            return _check_embedded(self._structural(json.loads(text)))
         if kind == "json_schema":
             _check_multiples(json.loads(text))
             return llguidance.LLMatcher.grammar_from_json_schema(text, overrides=self._json)
@@ -191,6 +191,26 @@ class GrammarCompiler:
             _check_embedded(text)
         formats: Any = kind
         return llguidance.grammar_from(formats, text)
+
+    def _structural(self, value: Any) -> str:
+        """The grammar of SGLang's structural tags: free text, with schemas between tags.
+
+        ``value`` has ``structures``, each with ``begin``, ``schema`` and ``end``, and ``triggers``,
+        of which one starts each ``begin``.
+        """
+        tags, is_special = [], False
+        for one in value["structures"]:
+            begin = one["begin"]
+            trigger = next((start for start in value["triggers"] if begin.startswith(start)), None)
+            if trigger is None:
+                raise ValueError(f"no trigger in {value['triggers']} starts begin={begin!r}")
+            ids = self._tokens.tokenize_str(trigger, parse_special=True)
+            is_special |= len(ids) == 1 and self._tokens.is_special_token(ids[0])
+            schema = one.get("schema") or {}
+            tags.append(
+                llguidance.StructTag(trigger=trigger, begin=begin, grammar=schema, end=one["end"])
+            )
+        return str(llguidance.StructTag.to_grammar(tags, assume_special=is_special))
 
 
 def _check_embedded(grammar: str) -> str:
@@ -222,22 +242,3 @@ def _check_multiples(schema: Any) -> None:
     visit(schema)
     if (most := math.prod(found) if is_joined else max(found)) > MAX_MULTIPLE:
         raise ValueError(f"multipleOf of {most} is not supported; the limit is {MAX_MULTIPLE}")
-
-
-def structural_grammar(value: Any) -> str:
-    """The grammar of SGLang's structural tags: free text, with schemas between tags.
-
-    ``value`` has ``structures``, each with ``begin``, ``schema`` and ``end``, and ``triggers``, of
-    which one starts each ``begin``.
-    """
-    tags = []
-    for one in value["structures"]:
-        begin = one["begin"]
-        trigger = next((start for start in value["triggers"] if begin.startswith(start)), None)
-        if trigger is None:
-            raise ValueError(f"no trigger in {value['triggers']} starts begin={begin!r}")
-        schema = one.get("schema") or {}
-        tags.append(
-            llguidance.StructTag(trigger=trigger, begin=begin, grammar=schema, end=one["end"])
-        )
-    return str(llguidance.StructTag.to_grammar(tags))

@@ -100,7 +100,7 @@ REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
         ("lora_path lora_request", "adapters are not supported", ()),
         ("chat_template", "the checkpoint's template is used", ()),
         ("documents", "pass them in chat_template_kwargs", ([],)),
-        ("reasoning_effort reasoning thinking enable_thinking verbosity", _TEMPLATE, ()),
+        ("reasoning thinking verbosity", _TEMPLATE, ()),
         ("do_sample", "set temperature; 0 decodes greedily", ()),
         ("session_params", "each request has its whole text", ()),
         ("token_ids_logprob", _SCORES, ([],)),
@@ -116,7 +116,8 @@ REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
 SAMPLING = frozenset((*NAMES, *NAMES.values(), "response_format", "structured_outputs"))
 ELSEWHERE = SAMPLING | frozenset(
     "prompt messages text input_ids sampling_params echo logprobs top_logprobs return_logprob "
-    "top_logprobs_num logprob_start_len max_completion_tokens".split()
+    "top_logprobs_num logprob_start_len max_completion_tokens enable_thinking "
+    "reasoning_effort".split()
 )
 
 

@@ -8,7 +8,7 @@ import msgspec
 
 from specjax.checks import ParameterError, is_integer, short
 from specjax.engine.requests import encode_conversation
-from specjax.sampling.params import GRAMMARS, SamplingParams
+from specjax.sampling.params import SamplingParams
 from specjax.scheduling.loop import Call
 from specjax.scheduling.request import TokenLogprob, new_id
 from specjax.server.answers import LEAST, Answer, Result, Sent, Tops, finite
@@ -146,6 +146,7 @@ class CompletionAnswer(Answer):
 
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 # template variables that other fields of the request set
 _RESERVED = ("messages", "add_generation_prompt", "continue_final_message")
 
@@ -173,7 +174,8 @@ def read_chat(service: Service, body: Body) -> tuple[Call, Answer]:
     body.put("max_tokens", old)
     length = service.engine.context_length
     is_cut = wants_logprobs and "max_tokens" not in body
-    params = take_params(body, length, tools.grammar(parser or ""))
+    is_free = service.engine.runner.config.has_grammars and "response_format" not in body
+    params = take_params(body, length, tools.grammar(parser or "", is_possible=is_free))
     if (tools.names and parser == "mistral") or (tags is not None and tags.is_special):
         params = replace(params, skip_special_tokens=False)  # these mark calls and reasoning
     finish_fields(body, service.ignored_fields)
@@ -193,9 +195,9 @@ def read_chat(service: Service, body: Body) -> tuple[Call, Answer]:
             top_logprobs_num=num_top,
         )
     except ParameterError as error:
-        if not tools.is_required or error.param not in GRAMMARS:
+        if error.param not in tools.grammar(parser or ""):
             raise
-        raise ApiError(400, f"tools that must be called: {error}", param="tools") from error
+        raise ApiError(400, f"the grammar of the tools: {error}", param="tools") from error
     return call, ChatAnswer(
         id=request_id,
         model=model,
@@ -227,6 +229,15 @@ def take_conversation(
             f"chat_template_kwargs must be an object without {', '.join(_RESERVED)}",
             param="chat_template_kwargs",
         )
+    if "enable_thinking" in body:
+        variables["enable_thinking"] = body.flag("enable_thinking")
+    if (effort := body.text("reasoning_effort")) is not None:
+        if effort not in EFFORTS:
+            message = f"reasoning_effort={short(effort)} must be one of {', '.join(EFFORTS)}"
+            raise ApiError(400, message, param="reasoning_effort")
+        variables["reasoning_effort"] = effort
+        if effort == "none":
+            variables["enable_thinking"] = False
     for name, default in zip(_RESERVED[1:], (True, False), strict=True):
         variables[name] = body.flag(name, default)
     if all(variables[name] for name in _RESERVED[1:]):

@@ -34,10 +34,26 @@ class Tools(NamedTuple):
     is_required: bool = False
     is_parallel: bool = True  # whether there may be several calls
 
-    def grammar(self, kind: str) -> dict[str, Any]:
-        """Sampling parameters that force a call; none if the model decides."""
+    def grammar(self, kind: str, *, is_possible: bool = True) -> dict[str, Any]:
+        """Sampling parameters that force a call, or the arguments of calls of strict functions.
+
+        Without ``is_possible``, strict functions are like others.
+        """
+        functions = [tool["function"] for tool in self.given]
+        functions = [one for one in functions if one["name"] in self.names]
         if not self.is_required:
-            return {}
+            is_strict = any(one.get("strict") is True for one in functions)
+            if not is_strict or not is_possible or kind not in ("hermes", "qwen25"):
+                return {}
+            tags = [
+                {
+                    "begin": f'{START}\n{{"name": {json.dumps(one["name"])}, "arguments": ',
+                    "schema": _schema(one) if one.get("strict") else {"type": "object"},
+                    "end": f"}}\n{END}",
+                }
+                for one in functions
+            ]
+            return {"structural_tag": json.dumps({"structures": tags, "triggers": [START]})}
         if kind not in ("hermes", "qwen25", "llama3"):
             raise ApiError(
                 400,
@@ -46,14 +62,12 @@ class Tools(NamedTuple):
                 param="tool_choice",
             )
         key = "parameters" if kind == "llama3" else "arguments"
-        functions = [tool["function"] for tool in self.given]
-        functions = [one for one in functions if one["name"] in self.names]
         # each schema is a rule of its own, so that its references keep their root
         rules = [f"call: {' | '.join(f'call_{i}' for i in range(len(functions)))}"]
         for i, one in enumerate(functions):
             begin = json.dumps(f'{{"name": {json.dumps(one["name"])}, "{key}": ')
-            schema = json.dumps((one.get("parameters") or {"type": "object"}) | LAYOUT)
-            rules += [f'call_{i}: {begin} values_{i} "}}"', f"values_{i}: %json {schema}"]
+            rules += [f'call_{i}: {begin} values_{i} "}}"']
+            rules += [f"values_{i}: %json {json.dumps(_schema(one))}"]
         start = "start: call"
         if kind != "llama3":
             many = f' ("\\n{START}\\n" call "\\n{END}")*' if self.is_parallel else ""
@@ -62,6 +76,11 @@ class Tools(NamedTuple):
 
 
 NO_TOOLS = Tools()
+
+
+def _schema(function: dict[str, Any]) -> dict[str, Any]:
+    """The schema of a function's arguments."""
+    return (function.get("parameters") or {"type": "object"}) | LAYOUT
 
 
 def take_tools(body: Body) -> Tools:

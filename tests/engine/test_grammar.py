@@ -14,7 +14,7 @@ from specjax import Engine, SamplingParams
 from specjax.engine.requests import make_grammars
 from specjax.sampling.grammar import Constraint
 from specjax.testing import Files
-from specjax.testing.dense import Job, dense_decode
+from specjax.testing.dense import Job, dense_decode, dense_logits
 from specjax.testing.files import CONFIG, EOS_ID, LETTERS
 
 ON = {"grammar_backend": "llguidance", "max_running_requests": 4, "batch_buckets": (4,)}
@@ -303,3 +303,25 @@ def test_a_grammar_may_begin_after_a_token(engine: Engine) -> None:
     assert forced[3].tolist() == [2, -1, -1, -1]
     assert made.advance([7, 9, 50, 1, 2, 3]) == 5
     assert made.is_complete
+
+
+def test_samples_have_the_distribution_of_allowed_tokens(engine: Engine) -> None:
+    """Chi-square over 16 texts; 37.7 is exceeded in one of 1,000 runs."""
+    letters, count, weights = [LETTERS.index(x) for x in "abcd"], 600, engine.runner.weights[0]
+
+    def shares(ids: list[int]) -> np.ndarray:
+        logits = dense_logits(weights, ids, CONFIG)[-1][letters].astype(np.float64) / 2
+        return np.exp(logits - logits.max()) / np.exp(logits - logits.max()).sum()
+
+    expected = np.concatenate(
+        [p * shares([*PROMPT, x]) for p, x in zip(shares(PROMPT), letters, strict=True)]
+    )
+    params = [
+        {"regex": "[a-d]{2}", "temperature": 2.0, "sampling_seed": i, "max_new_tokens": 5}
+        for i in range(count)
+    ]
+    outputs = engine.generate(input_ids=[PROMPT] * count, sampling_params=params)
+    texts = [x + y for x in "abcd" for y in "abcd"]
+    found = [sum(output["text"] == text for output in outputs) for text in texts]
+    assert sum(found) == count
+    assert ((found - count * expected) ** 2 / (count * expected)).sum() < 37.7

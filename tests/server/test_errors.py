@@ -126,7 +126,7 @@ OTHERS: list[tuple[str, dict[str, Any], str | None, str]] = [
     (COMPLETIONS, {"prompt": "a", "messages": [1]}, "messages", "other routes do"),
     (COMPLETIONS, {"prompt": "a", "sampling_params": [1]}, "sampling_params", "other routes do"),
     (CHAT, HELLO | {"prompt": [1]}, "prompt", "other routes do"),
-    (CHAT, HELLO | {"enable_thinking": [1]}, "enable_thinking", "pass it in chat_template_kwargs"),
+    (CHAT, HELLO | {"enable_thinking": [1]}, "enable_thinking", "must be true or false"),
     # LiteLLM recognises the error by this wording
     (COMPLETIONS, {"prompt": "a" * 500}, "prompt", "This model's maximum context length is 128"),
     (CHAT, said("a" * 500), "messages", "This model's maximum context length is 128"),

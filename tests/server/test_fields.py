@@ -261,3 +261,17 @@ def test_a_long_message_is_searched_only_as_far_as_it_is_shown() -> None:
     with pytest.raises(fields.ApiError), fields.client_names("prompt"):
         raise ValueError('\\"' * 30_000)  # quotes that never close
     assert time.monotonic() - started < 5
+
+
+def test_reasoning_fields_are_variables_of_the_template(engine, client, monkeypatch) -> None:
+    template = "{{ enable_thinking }}{{ reasoning_effort }}{{ messages[0].content }}"
+    monkeypatch.setattr(engine.tokenizer, "chat_template", template)
+    turns = [{"role": "user", "content": "a"}]
+    for asked, text in (
+        ({"enable_thinking": True, "reasoning_effort": "low"}, "Truelowa"),
+        ({"reasoning_effort": "none"}, "Falsenonea"),
+        ({}, "a"),
+    ):
+        assert rendered(client, engine, messages=turns, **asked) == text
+    wrong = client.post(CHAT, {"messages": turns, "reasoning_effort": "much"})
+    assert (wrong.status, wrong.error["param"]) == (400, "reasoning_effort")

@@ -287,6 +287,28 @@ def test_a_required_call_is_what_the_parser_reads(kind: str) -> None:
         asked.grammar("pythonic")
 
 
+def test_arguments_of_strict_functions_are_limited() -> None:
+    """Free text, a call of a strict function, and one of another."""
+    tokenizer = open_target("smollm2-135m", dtype="float32").load_tokenizer()
+    compiler = GrammarCompiler(tokenizer.backend.to_str(), 49152, [2], spaces=True)
+    strict = TOOLS[0] | {"function": TOOLS[0]["function"] | {"strict": True}}
+    asked = Tools([strict, TOOLS[1]], ["f", "g"])
+    assert asked.grammar("hermes", is_possible=False) == asked.grammar("pythonic") == {}
+    assert Tools(TOOLS, ["f", "g"]).grammar("hermes") == {}
+    ((name, grammar),) = asked.grammar("hermes").items()
+    for call, is_allowed in (
+        ('{"name": "f", "arguments": {"x": 2}}', True),
+        ('{"name": "f", "arguments": {"x": 3}}', False),
+        ('{"name": "g", "arguments": {"y": [3]}}', True),
+        ('{"name": "h", "arguments": {}}', False),
+    ):
+        text = f"Let me see.\n<tool_call>\n{call}\n</tool_call> Done."
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        made = compiler.compile(name, grammar)
+        assert (made.advance(ids) == len(ids)) is is_allowed, call
+        assert not made.is_complete
+
+
 def test_a_template_without_tools_gets_a_prompt() -> None:
     call = {"id": "1", "function": {"name": "f", "arguments": {"x": 1}}}
     turns = [
