@@ -200,9 +200,12 @@ class Trial:
     def draw_batch(self, event: str, room: int) -> list[Wish]:
         phrases = draw_phrases(self.rng)
         wishes = [draw_wish(self.rng, phrases, room) for _ in range(BATCH)]
-        if self.options.get("grammar_backend") and chance(self.rng, 0.7):
+        name = "batches with grammars"
+        has_grammars = bool(self.options.get("grammar_backend"))
+        if has_grammars := has_grammars and (not self.counts[name] or chance(self.rng, 0.7)):
+            self.counts[name] += 1
             wishes = [constrained(self.rng, x) if chance(self.rng, 0.4) else x for x in wishes]
-        is_quiet = chance(self.rng, 0.2)
+        is_quiet = chance(self.rng, 0.2) and not has_grammars
         # two requests that a small pool cannot hold at once, and one that its caller always aborts
         for i, temperature in enumerate((0.0, 0.8, 0.0)):
             wishes[i] = to_the_end(wishes[i], temperature, room)
