@@ -4,6 +4,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, wraps
+from importlib.util import find_spec
 from os import PathLike
 from types import NoneType
 from typing import Annotated, Any, TypeVar, get_args, get_origin
@@ -259,6 +260,7 @@ class EngineArgs:
         if self.overlap and not self.supports_overlap:
             name = self._registered.name
             raise ValueError(f"overlap=True is not supported by {name}; leave it unset")
+        self._check_text()
         self.algorithm.validate(self)
         if self.speculative_adaptive_config is not None and not self.speculative_adaptive:
             raise ValueError(
@@ -278,6 +280,18 @@ class EngineArgs:
                 f"{MAX_STEPS}; got {most}"
             )
         self.check_simulation(self.shapes)
+
+    def _check_text(self) -> None:
+        """Refuse options about text that need a tokenizer or a library."""
+        for name in ("grammar_backend", "reasoning_parser", "tool_call_parser"):
+            value = getattr(self, name)
+            if value is not None and self.skip_tokenizer_init:
+                raise ValueError(f"{name}={value!r} needs a tokenizer; unset skip_tokenizer_init")
+        if self.grammar_backend is not None and find_spec("llguidance") is None:
+            raise ValueError(
+                "grammar_backend='llguidance' needs the library llguidance; install "
+                "specjax[grammar]"
+            )
 
     def check_simulation(self, shapes: Sequence[DraftShape]) -> None:
         """Raise ValueError if no tier can accept ``simulate_accept_length`` tokens."""

@@ -19,7 +19,7 @@ from specjax.checks import ParameterError, short
 
 try:
     import llguidance
-except ImportError:  # the extra "grammar" is not installed
+except ImportError:  # EngineArgs refuses grammars then
     llguidance = None  # type: ignore[assignment]
 
 MAX_CHARACTERS = 2**16
@@ -141,11 +141,6 @@ class GrammarCompiler:
 
         With ``spaces``, JSON may have white space between its tokens.
         """
-        if llguidance is None:
-            raise ValueError(
-                "grammar_backend='llguidance' needs the library llguidance; install "
-                "specjax[grammar]"
-            )
         self._limits = llguidance.LLParserLimits(**LIMITS)
         ends = [token for token in end_token_ids if token < vocab_size]
         try:

@@ -38,6 +38,18 @@ SINGLE, ACC = (f"speculative_accept_threshold_{name}" for name in ("single", "ac
         ({"disaggregation_secret": "x"}, "disaggregation_secret needs .*_mode='prefill'"),
         ({"max_total_tokens": 0}, "max_total_tokens=0 must be an integer of at least 1"),
         ({"context_length": 0}, "context_length=0"),
+        (
+            {"grammar_backend": "xgrammar"},
+            "grammar_backend='xgrammar' must be None or 'llguidance'",
+        ),
+        *(
+            ({name: value, "skip_tokenizer_init": True}, f"{name}='{value}' needs a tokenizer")
+            for name, value in (
+                ("grammar_backend", "llguidance"),
+                ("reasoning_parser", "qwen3"),
+                ("tool_call_parser", "hermes"),
+            )
+        ),
         ({"max_running_requests": 0}, "max_running_requests=0"),
         ({"chunked_prefill_size": 0}, "chunked_prefill_size=0"),
         ({"rounds_per_dispatch": 0}, "rounds_per_dispatch=0"),
@@ -181,3 +193,9 @@ def test_a_process_without_standard_error_shows_no_progress(monkeypatch) -> None
     monkeypatch.setattr(sys, "stderr", None)
     assert not EngineArgs(show_progress=True).shows_progress
     assert not EngineArgs().shows_progress
+
+
+def test_a_missing_library_is_named(monkeypatch) -> None:
+    monkeypatch.setattr("specjax.engine.args.find_spec", lambda _: None)
+    with pytest.raises(ValueError, match=r"needs the library llguidance; install specjax\[grammar"):
+        EngineArgs(grammar_backend="llguidance")
