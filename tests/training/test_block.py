@@ -67,7 +67,8 @@ def test_the_last_feature_is_the_deepest(tiny, count):
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param("reduced", marks=pytest.mark.slow), "whole", "dflash", "rnn"]
+    "kind",
+    [*(pytest.param(x, marks=pytest.mark.slow) for x in ("reduced", "whole")), "dflash", "rnn"],
 )
 def test_loss_equals_one_block_at_a_time(tiny, corpus, kind, monkeypatch):
     monkeypatch.setattr(training, "BLOCKS_AT_ONCE", 16)
