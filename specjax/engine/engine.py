@@ -24,7 +24,6 @@ from specjax.engine.requests import (
     Params,
     RequestFactory,
     has_grammar,
-    make_grammars,
 )
 from specjax.engine.weights import (
     NewWeights,
@@ -137,8 +136,7 @@ class Engine:
             controller=controller,
             prompt_source=None if source is None else source(runner),
         )
-        grammars = None if args.grammar_backend is None else make_grammars(plan, tokenizer)
-        self._factory = RequestFactory(plan, tokenizer, self._scheduler, grammars)
+        self._factory = RequestFactory(plan, tokenizer, self._scheduler)
         self._loop = EngineLoop(self._scheduler)
         self._is_closed = False
         self._peer: Peer | None = None

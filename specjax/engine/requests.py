@@ -150,14 +150,9 @@ def make_grammars(plan: EnginePlan, tokenizer: Tokenizer | None) -> GrammarCompi
 class RequestFactory:
     """Makes the calls of an engine, in any thread; ``scheduler`` may refuse a request."""
 
-    def __init__(
-        self,
-        plan: EnginePlan,
-        tokenizer: Tokenizer | None,
-        scheduler: Scheduler,
-        grammars: GrammarCompiler | None = None,
-    ) -> None:
-        self._grammars = grammars
+    def __init__(self, plan: EnginePlan, tokenizer: Tokenizer | None, scheduler: Scheduler) -> None:
+        has_grammars = plan.config.has_grammars
+        self._grammars = make_grammars(plan, tokenizer) if has_grammars else None
         self.reasoning: ReasoningTags | None = None
         if plan.args.reasoning_parser is not None:
             self.reasoning = ReasoningTags.of(_need_tokenizer(tokenizer, "reasoning_parser"))

@@ -147,16 +147,21 @@ class RoundFunctions:
         words = self._common[-1].shape[1]
         sizes = (batch, shape.nodes, words), (batch, shape.nodes, 1 + shape.steps)
         rest = tree, passed, *(place.ints(*size) for size in sizes)
-        for greedy in [True, False] if self._config.on_gpu else [False]:
+        for greedy in self._greedy_kinds:
             finish = self.bind(spec_round.finish_stage, shape, greedy=greedy)
             name = f"{'greedy_' * greedy}finish"
             yield (name, shape, batch), finish, (*arguments, *rest), options
 
+    @property
+    def _greedy_kinds(self) -> list[bool]:
+        """Greedy batches have functions of their own on a GPU."""
+        return [True, False] if self._config.on_gpu else [False]
+
     def _rounds(self, shape: DraftShape) -> Iterator[tuple[int, Job]]:
         """Jobs for the rounds of a tier, each with its number of verified rows."""
-        greedy = [True, False] if self._config.on_gpu else [False]
-        functions = [self.bind(spec_round.spec_rounds, shape, greedy=each) for each in greedy]
-        names = [f"{'greedy_' * each}round" for each in greedy]
+        kinds = self._greedy_kinds
+        functions = [self.bind(spec_round.spec_rounds, shape, greedy=each) for each in kinds]
+        names = [f"{'greedy_' * each}round" for each in kinds]
         for batch in [batch for tier, batch in self._config.rounds if tier == shape]:
             rows = batch * shape.verified
             options = self._options(compiler_options(rows))

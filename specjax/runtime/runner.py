@@ -296,8 +296,7 @@ class ModelRunner:
         if tier not in config.shapes:
             raise ValueError(f"{tier=} is not compiled; compiled tiers: {config.shapes}")
         batch = pick_bucket(len(slots), config.batch_buckets)
-        is_greedy = config.on_gpu and self.tables.is_greedy[list(slots)].all()
-        function: Any = compiled["greedy_round" if is_greedy else "round", tier, batch]
+        function: Any = compiled[self._greedy_or_not("round", slots), tier, batch]
         if self._watch is not None:
             stages = [compiled[name, tier, batch] for name in STAGES]
             function = partial(staged_rounds, stages, config.rounds_per_dispatch, self._watch)
@@ -307,17 +306,11 @@ class ModelRunner:
 
     def draft(self, slots: Sequence[int], tier: DraftShape) -> VerifyInput:
         """Dispatch the drafting of a round that is split for grammars."""
-        batch = pick_bucket(len(slots), self.config.batch_buckets)
-        draft, padded = self.compiled["draft", tier, batch], self._padded_slots(slots, batch)
-        self.on_device, tree = draft(*self._inputs(slots), padded)
-        return tree
+        return self._dispatch_part("draft", slots, tier)
 
     def run_target(self, slots: Sequence[int], tier: DraftShape, tree: VerifyInput) -> TargetPass:
         """Dispatch the first call of a round that is split for grammars."""
-        batch = pick_bucket(len(slots), self.config.batch_buckets)
-        target, padded = self.compiled["target", tier, batch], self._padded_slots(slots, batch)
-        self.on_device, passed = target(*self._inputs(slots), padded, tree)
-        return passed
+        return self._dispatch_part("target", slots, tier, tree)
 
     def finish_round(
         self,
@@ -334,14 +327,23 @@ class ModelRunner:
         ``masks`` i32 ``[bucket, T, V / 32]`` and ``forced`` i32 ``[bucket, T, 1 + S]`` are as in
         :func:`~specjax.speculative.round.finish_stage`.
         """
-        batch = pick_bucket(len(slots), self.config.batch_buckets)
-        is_greedy = self.config.on_gpu and self.tables.is_greedy[list(slots)].all()
-        finish: Any = self.compiled["greedy_finish" if is_greedy else "finish", tier, batch]
-        padded = self._padded_slots(slots, batch)
         limits = self.networks.placement.put((masks, forced))
-        inputs = (*self._inputs(slots), padded, tree, passed, *limits)
-        self.on_device, (out, tree) = finish(*inputs)
+        name = self._greedy_or_not("finish", slots)
+        out, tree = self._dispatch_part(name, slots, tier, tree, passed, *limits)
         return self._dispatched(out, slots, tier), tree
+
+    def _greedy_or_not(self, name: str, slots: Sequence[int]) -> str:
+        """The function for greedy batches, if it was compiled and these slots are greedy."""
+        is_greedy = self.config.on_gpu and self.tables.is_greedy[list(slots)].all()
+        return f"greedy_{name}" if is_greedy else name
+
+    def _dispatch_part(
+        self, name: str, slots: Sequence[int], tier: DraftShape, *inputs: Any
+    ) -> Any:
+        batch = pick_bucket(len(slots), self.config.batch_buckets)
+        part, padded = self.compiled[name, tier, batch], self._padded_slots(slots, batch)
+        self.on_device, out = part(*self._inputs(slots), padded, *inputs)
+        return out
 
     def _dispatched(
         self, out: RoundOutput, slots: Sequence[int], tier: DraftShape = NO_DRAFTS

@@ -63,8 +63,8 @@ async def read_body(
     # a separate function, because its frame holds the body
     limit = min(max_bytes or service.max_body_bytes, service.max_body_bytes)
     async with exchange.body(limit, service.large_bodies) as data:
-        has_grammar = any(mark in data for mark in GRAMMAR_MARKS)
-        if len(data) <= INLINE_BYTES and not renders and not has_grammar:
+        is_short = len(data) <= INLINE_BYTES and not renders
+        if is_short and not any(mark in data for mark in GRAMMAR_MARKS):
             return read(service, Body(parse_object(data)))
         # templates have their own threads because one can take seconds
         threads = service.renderers if renders else None

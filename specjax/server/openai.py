@@ -89,7 +89,8 @@ def take_params(
     ``more`` are a grammar that the tools demand.
     """
     given: dict[str, Any] = {NAMES[name]: body.take(name) for name in NAMES if name in body}
-    given |= take_grammar(body, given | dict(more or {})) | dict(more or {})
+    given |= more or {}
+    given |= take_grammar(body, given)
     given.setdefault("max_new_tokens", max_tokens)
     if given.get("top_k") == 0 and is_integer(given["top_k"]):
         given["top_k"] = -1  # vLLM also accepts 0 to turn it off
@@ -175,7 +176,8 @@ def read_chat(service: Service, body: Body) -> tuple[Call, Answer]:
     length = service.engine.context_length
     is_cut = wants_logprobs and "max_tokens" not in body
     is_free = service.engine.runner.config.has_grammars and "response_format" not in body
-    params = take_params(body, length, tools.grammar(parser or "", is_possible=is_free))
+    grammar = tools.grammar(parser or "", is_possible=is_free)
+    params = take_params(body, length, grammar)
     if (tools.names and parser == "mistral") or (tags is not None and tags.is_special):
         params = replace(params, skip_special_tokens=False)  # these mark calls and reasoning
     finish_fields(body, service.ignored_fields)
@@ -195,7 +197,7 @@ def read_chat(service: Service, body: Body) -> tuple[Call, Answer]:
             top_logprobs_num=num_top,
         )
     except ParameterError as error:
-        if error.param not in tools.grammar(parser or ""):
+        if error.param not in grammar:
             raise
         raise ApiError(400, f"the grammar of the tools: {error}", param="tools") from error
     return call, ChatAnswer(
@@ -359,6 +361,9 @@ class ChatAnswer(Answer):
         return {"message": message}
 
     def whole(self, results: Sequence[Result]) -> bytes:
+        if self._splits:
+            for i, result in enumerate(results):
+                self._parts(i, result["text"], is_final=True)
         return super().whole([self._with_reason(i, one) for i, one in enumerate(results)])
 
     def chunk(self, result: Result) -> bytes:
@@ -367,8 +372,7 @@ class ChatAnswer(Answer):
         index, meta, events = result.get("index", 0), result.get("meta_info"), b""
         is_final = meta is not None and meta["finish_reason"] is not None
         done, sent = self._num_reasoned.get(index, 0), len(self._calls.get(index, ()))
-        parts = self._parts(index, result["text"], is_final=is_final)
-        reasoning, content, calls = parts
+        reasoning, content, calls = self._parts(index, result["text"], is_final=is_final)
         if index not in self._sent:
             events += super().chunk({"index": index, "text": ""})
         if len(reasoning) > done:
@@ -401,11 +405,11 @@ class ChatAnswer(Answer):
         return "" if before else reasoning, before + rest, calls
 
     def _with_reason(self, index: int, result: Result) -> Result:
-        """Set the finish reason of a text that ends with tool calls."""
+        """Set the finish reason of a text, parsed before, that ends with tool calls."""
         meta = result.get("meta_info")
-        if not self._splits or meta is None or (meta["finish_reason"] or {}).get("type") != "stop":
+        if meta is None or (meta["finish_reason"] or {}).get("type") != "stop":
             return result
-        if not self._parts(index, result["text"], is_final=True)[2]:
+        if not self._calls.get(index):
             return result
         reason = meta["finish_reason"] | {"type": "tool_calls"}
         return result | {"meta_info": meta | {"finish_reason": reason}}

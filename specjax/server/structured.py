@@ -9,13 +9,8 @@ from specjax.sampling.params import GRAMMARS
 from specjax.server.fields import ApiError, Body
 
 ANY_OBJECT = {"type": "object"}
-# vLLM's name in structured_outputs -> the sampling parameter
-_STRUCTURED = {
-    "json": "json_schema",
-    "regex": "regex",
-    "grammar": "ebnf",
-    "structural_tag": "structural_tag",
-}
+# vLLM's name in structured_outputs -> the sampling parameter, if it has another name
+_STRUCTURED = {"json": "json_schema", "grammar": "ebnf"}
 
 
 def take_grammar(body: Body, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -54,7 +49,7 @@ def _format(value: Any) -> dict[str, Any]:
 
 
 def _structured(value: Any) -> dict[str, Any]:
-    names = (*_STRUCTURED, "choice", "json_object")
+    names = ("json", "regex", "grammar", "structural_tag", "choice", "json_object")
     given = {k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else {}
     if len(given) != 1 or not set(given) <= set(names):
         message = f"structured_outputs={short(value)} must have one of {', '.join(names)}"
@@ -67,4 +62,4 @@ def _structured(value: Any) -> dict[str, Any]:
             message = f"choice={short(limit)} must be a list of strings"
             raise ApiError(400, message, param="structured_outputs")
         return {"ebnf": f"start: {' | '.join(map(json.dumps, limit))}"}
-    return {_STRUCTURED[name]: limit}
+    return {_STRUCTURED.get(name, name): limit}

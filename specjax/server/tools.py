@@ -9,13 +9,7 @@ from specjax.server.fields import ApiError, Body
 from specjax.text.tool_calls import END, START
 
 # White space in the arguments of a forced call: that of json.dumps, which models have learned.
-LAYOUT = {
-    "x-guidance": {
-        "whitespace_flexible": False,
-        "key_separator": ": ",
-        "item_separator": ", ",
-    }
-}
+LAYOUT = {"whitespace_flexible": False, "key_separator": ": ", "item_separator": ", "}
 MAX_TOOLS, MAX_NAME = 128, 64  # OpenAI's limits
 # For templates without tools: the prompt of Qwen2.5 and Hermes, in our words.
 PROMPT = """You can call these functions. Each line is the JSON schema of one:
@@ -80,7 +74,7 @@ NO_TOOLS = Tools()
 
 def _schema(function: dict[str, Any]) -> dict[str, Any]:
     """The schema of a function's arguments."""
-    return (function.get("parameters") or {"type": "object"}) | LAYOUT
+    return (function.get("parameters") or {"type": "object"}) | {"x-guidance": LAYOUT}
 
 
 def take_tools(body: Body) -> Tools:

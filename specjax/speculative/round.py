@@ -201,8 +201,8 @@ def verify_stage(
     batch: Batch | None = None,
 ) -> tuple[DeviceState, VerifyOutput]:
     batch = batch or active_batch(resident, state.future, slots, config)
-    passed, kv = run_target(batch, state.pools.target, tree, config)
-    verified, kv, future = judge(batch, kv, state.future, tree, passed, config)
+    state, passed = target_stage(resident, state, slots, tree, config=config, batch=batch)
+    verified, kv, future = judge(batch, state.pools.target, state.future, tree, passed, config)
     return DeviceState(replace(state.pools, target=kv), future), verified
 
 
@@ -239,9 +239,15 @@ def extend_stage(
 
 
 def target_stage(
-    resident: Resident, state: DeviceState, slots: Array, tree: VerifyInput, *, config: RoundConfig
+    resident: Resident,
+    state: DeviceState,
+    slots: Array,
+    tree: VerifyInput,
+    *,
+    config: RoundConfig,
+    batch: Batch | None = None,
 ) -> tuple[DeviceState, TargetPass]:
-    batch = active_batch(resident, state.future, slots, config)
+    batch = batch or active_batch(resident, state.future, slots, config)
     passed, kv = run_target(batch, state.pools.target, tree, config)
     return DeviceState(replace(state.pools, target=kv), state.future), passed
 

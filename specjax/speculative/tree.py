@@ -56,8 +56,8 @@ def truncate(tree: VerifyInput, nodes: int) -> VerifyInput:
 def with_forced(tree: VerifyInput, forced: Array) -> VerifyInput:
     """Replace the drafts of rows with ``forced`` tokens i32 ``[B, S]``, of which -1 ends each row.
 
-    A tree that has these tokens as a path from its root is kept. Otherwise, they become a chain,
-    and there are no other drafts.
+    A tree that has these tokens as a path from its root is kept. Otherwise, they become a chain
+    that replaces all drafts.
     """
     width = tree.draft_tokens.shape[1]
     forced = forced[:, : width - 1]  # a tier may verify fewer drafts than it has steps

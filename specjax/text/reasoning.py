@@ -61,10 +61,10 @@ def split_reasoning(text: str, *, is_open: bool, is_final: bool) -> tuple[str, s
         return "", ""
     reasoning, tag, content = body.partition(END)
     if not tag and not is_final:
-        reasoning = reasoning[: len(reasoning) - _overlap(reasoning)]
+        reasoning = reasoning[: len(reasoning) - overlap(reasoning, END)]
     return reasoning.strip(), content.lstrip()
 
 
-def _overlap(text: str) -> int:
-    """Length of the longest end of a text that begins the last tag."""
-    return next((n for n in range(len(END) - 1, 0, -1) if text.endswith(END[:n])), 0)
+def overlap(text: str, mark: str) -> int:
+    """Length of the longest end of a text that begins a mark."""
+    return next((n for n in range(len(mark) - 1, 0, -1) if text.endswith(mark[:n])), 0)

@@ -15,6 +15,8 @@ import re
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
+from specjax.text.reasoning import overlap
+
 START, END = "<tool_call>", "</tool_call>"
 PYTHON_TAG, MISTRAL_TAG, MISTRAL_ARGS = "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]"
 _DECODER = json.JSONDecoder()
@@ -58,7 +60,7 @@ def _hermes(text: str, names: Collection[str], is_final: bool) -> Parsed:
     rest = text[at:]
     begin = rest.find(START)
     if begin < 0:
-        return content + rest[: len(rest) - (0 if is_final else _overlap(rest, START))], calls
+        return content + rest[: len(rest) - (0 if is_final else overlap(rest, START))], calls
     if not is_final:
         return content + rest[:begin], calls
     # the end tag may be missing, because it is an end token of some models
@@ -78,7 +80,7 @@ def _llama3(text: str, names: Collection[str], is_final: bool) -> Parsed:
 def _mistral(text: str, names: Collection[str], is_final: bool) -> Parsed:
     begin = text.find(MISTRAL_TAG)
     if begin < 0:
-        return text[: len(text) - (0 if is_final else _overlap(text, MISTRAL_TAG))], []
+        return text[: len(text) - (0 if is_final else overlap(text, MISTRAL_TAG))], []
     if not is_final:
         return text[:begin], []
     calls = list[ToolCall]()
@@ -178,8 +180,3 @@ def _dump(value: dict[str, Any]) -> str | None:
     except ValueError:
         return None
     return text
-
-
-def _overlap(text: str, mark: str) -> int:
-    """Length of the longest end of a text that begins a mark."""
-    return next((n for n in range(len(mark) - 1, 0, -1) if text.endswith(mark[:n])), 0)
