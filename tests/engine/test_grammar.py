@@ -1,9 +1,13 @@
 """Texts that a grammar limits: equal to plain decoding with masks, valid, and refused by name."""
 
+import contextlib
 import json
 import re
 import threading
+import time
 from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -16,6 +20,8 @@ from specjax.sampling.grammar import Constraint
 from specjax.testing import Files
 from specjax.testing.dense import Job, dense_decode, dense_logits
 from specjax.testing.files import CONFIG, EOS_ID, LETTERS
+
+from .fuzzed_grammars import fuzzed
 
 ON = {"grammar_backend": "llguidance", "max_running_requests": 4, "batch_buckets": (4,)}
 PERSON = {
@@ -36,38 +42,8 @@ SAMPLED = [
     {"temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.3, "frequency_penalty": 0.4},
     {"temperature": 1.2, "min_p": 0.02, "logit_bias": {LETTERS.index("z"): 100.0, 3: 5.0}},
 ]
-# a grammar and what it says about values
-SCHEMAS: list[dict[str, Any]] = [
-    {"type": "integer", "minimum": -3, "maximum": 12},
-    {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
-    {"type": "string", "pattern": "^[a-c]{2,4}[0-9]$"},
-    {"type": "string", "maxLength": 6},
-    {"enum": ["red", 7, None, {"a": [1]}]},
-    {"const": {"deep": [{"er": "x"}]}},
-    {"anyOf": [{"type": "boolean"}, {"type": "array", "items": {"const": 0}, "maxItems": 3}]},
-    {
-        "type": "object",
-        "properties": {"a": {"type": "boolean"}, "b": {"type": "null"}},
-        "additionalProperties": False,
-    },
-    {
-        "$ref": "#/$defs/node",
-        "$defs": {
-            "node": {
-                "type": "object",
-                "properties": {
-                    "v": {"enum": [1, 2]},
-                    "next": {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/node"}]},
-                },
-                "required": ["v", "next"],
-                "additionalProperties": False,
-            }
-        },
-    },
-    {"type": "array", "prefixItems": [{"const": "a"}, {"type": "null"}], "items": False},
-    {"type": "string", "format": "date"},
-    {"oneOf": [{"const": "yes"}, {"const": "no"}]},
-]
+GRAMMARS_FILE = Path(__file__).with_name("grammars.jsonl")
+CASES = [json.loads(x) for x in GRAMMARS_FILE.read_text().splitlines()]
 PROMPT = [5, 17, 40, 3, 17, 40]
 
 
@@ -134,17 +110,66 @@ def test_tokens_equal_dense_decoding_with_masks(engine: Engine, tree: Engine) ->
         assert reasons == {"stop", "length"}
 
 
-@pytest.mark.parametrize("schema", SCHEMAS, ids=lambda schema: json.dumps(schema)[:40])
-def test_finished_answers_are_valid(engine: Engine, schema: dict[str, Any]) -> None:
-    params = [{"temperature": 1.0, "sampling_seed": i, "json_schema": schema} for i in range(4)]
-    outputs = engine.generate(
-        input_ids=[PROMPT] * 4, sampling_params=[{"max_new_tokens": 100} | one for one in params]
+def test_finished_answers_are_valid(engine: Engine, tree: Engine) -> None:
+    """Chains and trees give the answers of plain decoding."""
+    requests, cases = [], []
+    for i, case in enumerate(CASES):
+        grammar = {name: case[name] for name in case if name in ("json_schema", "regex", "ebnf")}
+        with contextlib.suppress(ValueError):  # the tokenizer has ASCII only
+            constraint_of(engine, grammar)
+            cases.append(case)
+            requests.append(
+                grammar | {"temperature": 1.0, "sampling_seed": i, "max_new_tokens": 120}
+            )
+    assert len(cases) >= 56
+    outputs, others, plain = (
+        one.generate(input_ids=[PROMPT] * len(cases), sampling_params=[x | more for x in requests])
+        for one, more in ((engine, {}), (tree, {}), (engine, {"speculative": False}))
     )
-    finished = [x for x in outputs if x["meta_info"]["finish_reason"]["type"] == "stop"]
-    if "$ref" not in schema:  # a random model hardly ends a list
-        assert finished
-    for output in finished:
-        jsonschema.validate(json.loads(output["text"]), schema)
+    for more in (others, plain):
+        assert [x["output_ids"] for x in more] == [x["output_ids"] for x in outputs]
+    num_finished = 0
+    for case, output in zip(cases, outputs, strict=True):
+        if output["meta_info"]["finish_reason"]["type"] != "stop":
+            continue
+        num_finished += 1
+        if "json_schema" in case:
+            jsonschema.validate(json.loads(output["text"]), case["json_schema"])
+        else:
+            assert re.fullmatch(case.get("check") or case["regex"], output["text"])
+    assert num_finished > 25
+
+
+def test_random_grammars_disturb_nobody(engine: Engine) -> None:
+    """300 of them, valid or not, next to a request without a grammar."""
+    free = {"max_new_tokens": 500, "temperature": 0.9, "sampling_seed": 5, "ignore_eos": True}
+    expected = engine.generate(input_ids=PROMPT, sampling_params=free)["output_ids"]
+    others: list[Any] = []
+
+    def run(seed: int) -> bool:
+        params = fuzzed(seed) | {"max_new_tokens": 6, "sampling_seed": seed}
+        before = time.thread_time()
+        try:
+            stream = engine.generate(input_ids=PROMPT, sampling_params=params, stream=True)
+        except ValueError:
+            return False
+        finally:
+            # they take at most 0.3 s; without limits some take minutes
+            assert time.thread_time() - before < 3
+        return all("meta_info" in part for part in stream)
+
+    def other() -> None:
+        while len(others) < 3:
+            others.append(engine.generate(input_ids=PROMPT, sampling_params=free)["output_ids"])
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    with ThreadPoolExecutor(3) as pool:
+        accepted = sum(pool.map(run, range(300)))
+    thread.join()
+    assert 60 < accepted < 240
+    assert others == [expected] * 3
+    assert engine.debug_state()["pages_held"] == 0
 
 
 def test_forced_tokens_are_drafted(engine: Engine) -> None:
@@ -228,6 +253,8 @@ def test_nothing_is_compiled_and_requests_may_leave(engine: Engine) -> None:
             {"json_schema": {"allOf": [{"multipleOf": 997}, {"multipleOf": 991}]}},
             "multipleOf of 988027 is not supported",
         ),
+        ({"json_schema": {"enum": ["a", -(2**63) + 512]}}, "json_schema=.*must be above -922337"),
+        ({"ebnf": f'start: "%json {{" %json {{"const": {-(2**63)}}}'}, "ebnf=.*must be above"),
         ({"structural_tag": {"structures": [{"begin": 1}], "triggers": ["a"]}}, "structural_tag="),
         ({"structural_tag": "[" * 50000}, "structural_tag=.*too deep"),
         ({"regex": "é"}, "regex='é': it allows no text"),
