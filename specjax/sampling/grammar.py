@@ -6,10 +6,11 @@ mask gives the text of plain decoding with masks. Drafts that a grammar forbids 
 so never accepted. Axes: T tree nodes, S steps, V vocabulary.
 """
 
+import functools
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -66,72 +67,83 @@ class Constraint:
 
     def mask(self) -> np.ndarray:
         """The mask i32 ``[V / 32]`` of the text."""
-        if self._after is not None:
-            return np.full(self._num_words, -1, np.int32)
-        mask = np.zeros(self._num_words, np.int32)
-        if not _compute(self._matcher.deep_copy(), mask):
+        mask = np.full((1, self._num_words), -1, np.int32)
+        if compute_masks(self.walk([0], [-1]), mask):
             mask[:] = 0
-        return mask
+        return mask[0]
 
-    def fill(
-        self, tokens: Sequence[int], parents: Sequence[int], masks: np.ndarray, forced: np.ndarray
-    ) -> None:
-        """Write the mask of every node and the tokens that the grammar forces after it.
+    def walk(self, tokens: Sequence[int], parents: Sequence[int]) -> dict[int, Any]:
+        """The matchers of the nodes of a tree that the grammar limits, and allows.
 
         Args:
             tokens: of the nodes, the root first; it is the last token of the text.
             parents: index of each node's parent; parents come before children.
-            masks: i32 ``[T, V / 32]`` of ones, which stay for nodes that the grammar forbids.
-            forced: i32 ``[T, 1 + S]`` of -1.
         """
-        children: list[list[int]] = [[] for _ in tokens]
+        # copies, because a limit of the library leaves a matcher in an error state, and because
+        # some grammars support no rollback
+        if self._after is None:
+            free, found = set(), {0: self._matcher.deep_copy()}
+        else:
+            free, found = {0}, {}
         for node in range(1, len(tokens)):
-            children[parents[node]].append(node)
-
-        def visit_free(node: int) -> None:
-            for child in children[node]:
-                if tokens[child] == self._after:
-                    visit(child, self._matcher.deep_copy())
+            parent, token = parents[node], tokens[node]
+            if parent in free:
+                if token == self._after:
+                    found[node] = self._matcher.deep_copy()
                 else:
-                    visit_free(child)
+                    free.add(node)
+            elif parent in found:
+                branch = found[parent].deep_copy()
+                if branch.try_consume_tokens([token]):
+                    found[node] = branch
+        return found
 
-        def visit(node: int, matcher: Any) -> bool:
-            mask = masks[node]
-            if not _compute(matcher, mask):
-                mask[:] = -1
-                return False
+
+def compute_masks(
+    matchers: Mapping[int, Any], masks: np.ndarray, forced: np.ndarray | None = None
+) -> dict[int, str]:
+    """Write the masks of nodes, and the tokens that a grammar forces after them.
+
+    Args:
+        matchers: of nodes, each with its own.
+        masks: i32 ``[N, V / 32]`` of ones, which stay for nodes without matchers.
+        forced: i32 ``[N, 1 + S]`` of -1.
+
+    Returns:
+        The nodes that no token may follow, with reasons; their masks stay, too.
+    """
+    if not matchers:
+        return {}
+    _executor().unsafe_compute_mask_ptr(
+        [(matcher, node) for node, matcher in matchers.items()],
+        masks.ctypes.data,
+        masks.shape[1] * 4,
+        len(masks),
+    )
+    dead = {}
+    for node, matcher in matchers.items():
+        num_words = np.count_nonzero(masks[node])
+        # where no token fits, the library stops and allows the end token, or all tokens
+        if not num_words or (matcher.is_stopped() and not matcher.is_accepting()):
+            dead[node] = _reason(matcher)
+            masks[node] = -1
+        # only a node that allows one token can force it
+        elif forced is not None and num_words == 1:
             known = matcher.compute_ff_tokens()[: forced.shape[1]]
             forced[node, : len(known)] = known
-            *others, last = children[node] or [-1]
-            for child in others:
-                # not a rollback, which some grammars do not support
-                branch = matcher.deep_copy()
-                if branch.try_consume_tokens([tokens[child]]):
-                    visit(child, branch)
-            if last > 0 and matcher.try_consume_tokens([tokens[last]]):
-                visit(last, matcher)
-            return True
+    return dead
 
-        if self._after is not None:
-            visit_free(0)
-            return
-        # a copy also because a limit of the library leaves a matcher in an error state
-        if not visit(0, matcher := self._matcher.deep_copy()):
-            self.error = _reason(matcher)
+
+@functools.cache
+def _executor() -> Any:
+    """The threads that compute masks, without Python's lock."""
+    return llguidance.LLExecutor()
 
 
 def _reason(matcher: Any) -> str:
     """Why no token may follow: the first line of the library's reason, if it has one."""
     lines = matcher.get_error().splitlines()
     return lines[0] if lines and not lines[0].startswith("<") else NO_TOKEN
-
-
-def _compute(matcher: Any, mask: np.ndarray) -> bool:
-    """Write the mask of a matcher; return whether any token may follow."""
-    matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
-    # where no token fits, the library stops and allows the end token
-    is_dead = matcher.is_stopped() and not matcher.is_accepting()
-    return not is_dead and bool(mask.any())
 
 
 class GrammarCompiler:

@@ -7,11 +7,14 @@ call draws, accepts, extends, and drafts for the next round, whose first call fo
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import jax
 import numpy as np
 
 from specjax.runtime.runner import Dispatched, ModelRunner
 from specjax.runtime.runner_config import pick_bucket
+from specjax.sampling.grammar import compute_masks
 from specjax.scheduling.request import RunningRequest
 from specjax.speculative.round import TargetPass
 from specjax.types import DraftShape, VerifyInput
@@ -37,6 +40,10 @@ class ConstrainedRounds:
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
         self._started: Started | None = None
+        # masks and forced tokens by their shapes (new memory of 2 MB takes 1 ms), and the last call
+        # that reads them
+        self._buffers: dict[Any, tuple[np.ndarray, np.ndarray]] = {}
+        self._last: jax.Array | None = None
         # rows and tier of the round before, and its drafts for the next one
         self._drafted: tuple[Sequence[RunningRequest], DraftShape, VerifyInput] | None = None
 
@@ -47,7 +54,8 @@ class ConstrainedRounds:
         return [row for row in rows if not row.is_released]
 
     def clear(self) -> None:
-        self._started = self._drafted = None
+        self._started = self._drafted = self._last = None
+        self._buffers = {}  # a failed call may still read them
 
     def start(self, rows: Sequence[RunningRequest], tier: DraftShape) -> None:
         """Dispatch the first call, and before it the drafting if the rows or the tier are new."""
@@ -77,7 +85,7 @@ class ConstrainedRounds:
             return rows, None
         slots = [row.slot if live else 0 for row, live in zip(rows, is_live, strict=True)]
         result, tree = self._runner.finish_round(slots, tier, tree, passed, masks, forced)
-        self._drafted = rows, tier, tree
+        self._last, self._drafted = result.tokens, (rows, tier, tree)
         return rows, result
 
     def _limits(
@@ -86,20 +94,29 @@ class ConstrainedRounds:
         """Masks i32 ``[bucket, T, V / 32]`` and forced tokens i32 ``[bucket, T, 1 + S]``."""
         batch = pick_bucket(len(rows), self._runner.config.batch_buckets)
         words = self._runner.tables.masks.shape[1]
-        masks = np.full((batch, tier.nodes, words), -1, np.int32)
-        forced = np.full((batch, tier.nodes, 1 + tier.steps), -1, np.int32)
+        sizes = (batch, tier.nodes, words), (batch, tier.nodes, 1 + tier.steps)
+        if sizes not in self._buffers:
+            self._buffers = {sizes: (np.empty(sizes[0], np.int32), np.empty(sizes[1], np.int32))}
+        masks, forced = self._buffers[sizes]
+        jax.block_until_ready(self._last)
+        masks[:] = forced[:] = -1
         tokens, parents, counts = map(
             np.asarray, (tree.draft_tokens, tree.parents, tree.num_proposed)
         )
+        matchers: dict[int, Any] = {}
         for i, row in enumerate(rows):
             constraint = row.request.constraint
             if constraint is None or row.is_released:
                 continue
             nodes = slice(1 + counts[i])
-            own = tokens[i, nodes].tolist(), parents[i, nodes].tolist()
             try:
-                constraint.fill(*own, masks[i], forced[i])
+                found = constraint.walk(tokens[i, nodes].tolist(), parents[i, nodes].tolist())
             except Exception as error:  # it must end no other request
-                constraint.error = repr(error)
-            row.request.check_constraint()
+                row.request.check_constraint(repr(error))
+                continue
+            matchers |= {i * tier.nodes + node: matcher for node, matcher in found.items()}
+        flat = masks.reshape(-1, words), forced.reshape(-1, 1 + tier.steps)
+        for node, reason in compute_masks(matchers, *flat).items():
+            if node % tier.nodes == 0:
+                rows[node // tier.nodes].request.check_constraint(reason)
         return masks, forced

@@ -16,7 +16,7 @@ import pytest
 
 from specjax import Engine, SamplingParams
 from specjax.engine.requests import make_grammars
-from specjax.sampling.grammar import Constraint
+from specjax.sampling.grammar import Constraint, compute_masks
 from specjax.testing import Files
 from specjax.testing.dense import Job, dense_decode, dense_logits
 from specjax.testing.files import CONFIG, EOS_ID, LETTERS
@@ -293,7 +293,7 @@ def test_siblings_have_their_own_masks(engine: Engine) -> None:
     tokens, parents = [0, 3, 4, 5, 6], [-1, 0, 0, 0, 2]
     words = engine.runner.tables.masks.shape[1]
     masks, forced = np.full((5, words), -1, np.int32), np.full((5, 4), -1, np.int32)
-    constraint_of(engine, grammar).fill(tokens, parents, masks, forced)
+    compute_masks(constraint_of(engine, grammar).walk(tokens, parents), masks, forced)
     for node, path in enumerate([[], [3], [4], [5], [4, 6]]):
         fresh = constraint_of(engine, grammar)
         assert fresh.advance(path) == len(path)
@@ -303,10 +303,14 @@ def test_siblings_have_their_own_masks(engine: Engine) -> None:
 def test_a_fault_in_a_grammar_ends_its_request_only(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(self: Constraint, *_: Any) -> None:
-        raise RuntimeError("broken")
+    walk = Constraint.walk
 
-    monkeypatch.setattr(Constraint, "fill", fail)
+    def fail(self: Constraint, tokens: list[int], parents: list[int]) -> Any:
+        if len(tokens) > 1:
+            raise RuntimeError("broken")
+        return walk(self, tokens, parents)
+
+    monkeypatch.setattr(Constraint, "walk", fail)
     both = [{"regex": "[ab]{9}"}, {"max_new_tokens": 9, "temperature": 0.0}]
     first, second = engine.generate(input_ids=[PROMPT] * 2, sampling_params=both)
     assert "broken" in first["meta_info"]["finish_reason"]["message"]
@@ -321,7 +325,7 @@ def test_a_grammar_may_begin_after_a_token(engine: Engine) -> None:
     masks, forced = np.full((6, words), -1, np.int32), np.full((6, 4), -1, np.int32)
     made = compiler.compile("regex", "[ab]c", after)
     assert (made.mask() == -1).all()
-    made.fill(tokens, parents, masks, forced)
+    compute_masks(made.walk(tokens, parents), masks, forced)
     assert [(mask == -1).all() for mask in masks] == [True, True, False, False, True, True]
     fresh = compiler.compile("regex", "[ab]c")
     np.testing.assert_array_equal(masks[2], fresh.mask())
