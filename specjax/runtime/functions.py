@@ -75,6 +75,7 @@ class RoundFunctions:
         shape: DraftShape,
         *,
         greedy: bool = False,
+        donated: tuple[int, ...] = (2,),
         **options: Any,
     ) -> Any:
         """Jit a round function so that it takes weights as flat tuples and donates its state."""
@@ -104,7 +105,7 @@ class RoundFunctions:
             return function(resident, state, *rest, config=config, **options)
 
         flat.__name__ = f"specjax_{function.__name__}"
-        return jax.jit(flat, donate_argnums=2)
+        return jax.jit(flat, donate_argnums=donated)
 
     def jobs(self) -> Iterator[Job]:
         """Jobs for all functions that serving dispatches.
@@ -147,8 +148,11 @@ class RoundFunctions:
         words = self._common[-1].shape[1]
         sizes = (batch, shape.nodes, words), (batch, shape.nodes, 1 + shape.steps)
         rest = tree, passed, *(place.ints(*size) for size in sizes)
+        # The drafts of the next round replace those of this one, because a graph whose buffers move
+        # is rebuilt.
+        donated = 2, len(arguments)
         for greedy in self._greedy_kinds:
-            finish = self.bind(spec_round.finish_stage, shape, greedy=greedy)
+            finish = self.bind(spec_round.finish_stage, shape, greedy=greedy, donated=donated)
             name = f"{'greedy_' * greedy}finish"
             yield (name, shape, batch), finish, (*arguments, *rest), options
 
