@@ -366,7 +366,10 @@ class LocalPeer(PrefillPeer):
 
 
 def _json(params: SamplingParams) -> dict[str, Any]:
-    """Convert sampling parameters except grammars to JSON values, for ``SamplingParams.of``."""
+    """Convert sampling parameters to JSON values, for ``SamplingParams.of``.
+
+    Grammars and budgets are left out, because a mask says what they allow first.
+    """
 
     def plain(value: Any) -> Any:
         if isinstance(value, Mapping):
@@ -378,7 +381,8 @@ def _json(params: SamplingParams) -> dict[str, Any]:
         return next((kind(value) for kind in kinds if isinstance(value, kind)), value)
 
     values = asdict(params).items()
-    return {name: plain(value) for name, value in values if name not in GRAMMARS}
+    kept = {name: plain(value) for name, value in values if name not in GRAMMARS}
+    return kept | {"thinking_token_budget": None}
 
 
 def _logprobs(arrays: tuple[Any, ...] | None, count: int, top: int | None) -> Logprobs:

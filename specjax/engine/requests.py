@@ -10,12 +10,12 @@ import numpy as np
 
 from specjax.checks import CONTEXT_EXCEEDED, ParameterError, check_integer, is_integer, refused
 from specjax.engine.plan import EnginePlan
-from specjax.sampling.grammar import Constraint, GrammarCompiler
+from specjax.sampling.grammar import Constraint, GrammarCompiler, Thinking
 from specjax.sampling.params import GRAMMARS, SamplingParams
 from specjax.scheduling.loop import Call
 from specjax.scheduling.request import GenerateRequest, Request, new_id
 from specjax.scheduling.scheduler import Scheduler
-from specjax.text.reasoning import END, ReasoningTags
+from specjax.text.reasoning import END, START, ReasoningTags
 from specjax.text.tokenizer import IncrementalDecoder, Tokenizer
 
 Messages = Sequence[Mapping[str, Any]]
@@ -243,8 +243,8 @@ class RequestFactory:
             skips = params.skip_special_tokens
             decoder = IncrementalDecoder(self._tokenizer, skip_special_tokens=skips)
         constraint = None
-        if (grammar := params.grammar) is not None:
-            constraint = self._constraint(*grammar, arguments.input_ids)
+        if params.grammar is not None or params.thinking_token_budget is not None:
+            constraint = self._constraint(params, arguments.input_ids)
         request = Request(
             arguments,
             constraint=constraint,
@@ -259,8 +259,9 @@ class RequestFactory:
         self._scheduler.check(request)
         return request
 
-    def _constraint(self, kind: str, text: str, prompt: Sequence[int]) -> Constraint:
-        args = self._plan.args
+    def _constraint(self, params: SamplingParams, prompt: Sequence[int]) -> Constraint | None:
+        args, budget = self._plan.args, params.thinking_token_budget
+        kind, text = params.grammar or ("thinking_token_budget", budget)
         simulates = (args.simulate_accept_length, args.simulate_acceptance) != (None, None)
         if self._grammars is None:
             demand = "needs the engine option grammar_backend='llguidance'"
@@ -268,10 +269,15 @@ class RequestFactory:
         if not self._plan.config.acceptance.is_coupled or simulates:
             demand = "needs an engine that accepts exactly the drafts that the target draws"
             raise refused(kind, text, demand)
-        after = None
-        if (tags := self.reasoning) is not None and tags.last(prompt) != END:
-            after = tags.end
-        return self._grammars.compile(kind, text, after)
+        thinking, tags = None, self.reasoning
+        if tags is None and budget is not None:
+            demand = "needs the engine option reasoning_parser"
+            raise refused("thinking_token_budget", budget, demand)
+        if tags is not None and (last := tags.last(prompt)) != END:
+            thinking = Thinking(tags.end, None if last == START else tags.start, budget)
+        if params.grammar is None:
+            return None if thinking is None else self._grammars.budget(thinking)
+        return self._grammars.compile(*params.grammar, thinking)
 
 
 def _rids(rid: Any, count: int, is_batch: bool) -> list[str]:

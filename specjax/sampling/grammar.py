@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -39,24 +39,47 @@ _DECODER = json.JSONDecoder()
 NO_TOKEN = "no token may follow"
 
 
+class Thinking(NamedTuple):
+    """Reasoning before the text that a grammar limits."""
+
+    end: int  # the token that ends it
+    start: int | None = None  # the first token, if the completion must have it to reason
+    budget: int | None = None  # maximum number of tokens between them
+
+
 class Constraint:
     """The grammar of one request, after the tokens of its completion so far."""
 
-    def __init__(self, matcher: Any, num_words: int, after: int | None = None) -> None:
-        """The grammar begins at once, or after the token ``after``."""
-        self._matcher, self._num_words, self._after = matcher, num_words, after
+    def __init__(
+        self, matcher: Any, num_words: int, thinking: Thinking | None = None, end: Any = None
+    ) -> None:
+        """The grammar of ``matcher``, if any, begins at once or after ``thinking``.
+
+        ``end`` is a matcher of the token that ends it, for a budget.
+        """
+        self._matcher, self._num_words, self._end = matcher, num_words, end
+        self._after, self._start, budget = thinking or Thinking(-1)
+        self._is_thinking = thinking is not None
+        # tokens until the end is forced
+        self._left = math.inf if budget is None else budget + (self._start is not None)
         self.error = ""  # why the text cannot be continued
 
     @property
     def is_complete(self) -> bool:
         """Whether nothing may follow the text any more."""
-        return self._matcher.is_stopped() and self._matcher.is_accepting()
+        matcher = self._matcher
+        return matcher is not None and matcher.is_stopped() and matcher.is_accepting()
 
     def advance(self, tokens: Sequence[int]) -> int:
         """Add tokens until the grammar is complete or forbids one; return how many were added."""
         for i, token in enumerate(tokens):
-            if self._after is not None:
-                self._after = None if token == self._after else self._after
+            if self._is_thinking:
+                if self._start not in (None, token):  # the model does not reason
+                    self._left = math.inf
+                self._start, self._left = None, self._left - 1
+                self._is_thinking = token != self._after
+                continue
+            if self._matcher is None:
                 continue
             if self.is_complete:
                 return i
@@ -81,18 +104,27 @@ class Constraint:
         """
         # copies, because a limit of the library leaves a matcher in an error state, and because
         # some grammars support no rollback
-        if self._after is None:
-            free, found = set(), {0: self._matcher.deep_copy()}
+        left: dict[int, float] = {}  # of the nodes within reasoning, the tokens until its end
+        found: dict[int, Any] = {}
+
+        def visit(node: int, matcher: Any) -> None:
+            if matcher is not None:
+                found[node] = matcher.deep_copy()
+
+        if self._is_thinking:
+            left[0] = self._left
         else:
-            free, found = {0}, {}
-        for node in range(1, len(tokens)):
+            visit(0, self._matcher)
+        for node in range(len(tokens)):
             parent, token = parents[node], tokens[node]
-            if parent in free:
+            if parent in left and node:
                 if token == self._after:
-                    found[node] = self._matcher.deep_copy()
-                else:
-                    free.add(node)
-            elif parent in found:
+                    visit(node, self._matcher)
+                elif left[parent] > 0:
+                    left[node] = left[parent] - 1
+            if left.get(node) == 0:
+                visit(node, self._end)
+            elif parent in found and parent not in left and node:
                 branch = found[parent].deep_copy()
                 if branch.try_consume_tokens([token]):
                     found[node] = branch
@@ -173,10 +205,20 @@ class GrammarCompiler:
         self._num_words = -(-vocab_size // 32)
         self._json: Any = {} if spaces else {"whitespace_flexible": False}
 
-    def compile(self, kind: str, text: str, after: int | None = None) -> Constraint:
+    def budget(self, thinking: Thinking) -> Constraint:
+        """Make the constraint of a request whose text has no grammar, only a budget."""
+        return Constraint(None, self._num_words, thinking, self._matcher_of_end(thinking))
+
+    def _matcher_of_end(self, thinking: Thinking | None) -> Any:
+        if thinking is None or thinking.budget is None:
+            return None
+        grammar = llguidance.grammar_from("lark", f"start: <[{thinking.end}]>")
+        return llguidance.LLMatcher(self._tokens, grammar, log_level=0)
+
+    def compile(self, kind: str, text: str, thinking: Thinking | None = None) -> Constraint:
         """Make the constraint of a new request. Raises ParameterError with the library's reason.
 
-        ``kind`` is the name of the sampling parameter, and ``after`` as in :class:`Constraint`.
+        ``kind`` is the name of the sampling parameter, and ``thinking`` as in :class:`Constraint`.
         """
         if len(text) > MAX_CHARACTERS:
             message = f"{kind} has {len(text)} characters; at most {MAX_CHARACTERS} are supported"
@@ -193,7 +235,7 @@ class GrammarCompiler:
             error = "it allows no text"
         if error:
             raise ParameterError(f"{kind}={short(text)}: {error.strip()}", param=kind)
-        return Constraint(matcher, self._num_words, after)
+        return Constraint(matcher, self._num_words, thinking, self._matcher_of_end(thinking))
 
     def _grammar(self, kind: str, text: str) -> str:
         if kind == "structural_tag":

@@ -73,6 +73,8 @@ class SamplingParams:
         regex: regular expression (Rust syntax) that the whole completion must match.
         ebnf: grammar, in Lark's or llama.cpp's (GBNF) notation, that the completion must match.
         structural_tag: tags in free text after which a JSON schema holds, as in SGLang.
+        thinking_token_budget: maximum tokens of reasoning, after which its end is forced; needs the
+            engine options ``reasoning_parser`` and ``grammar_backend``.
         simulate_acceptance: from 0 to 1, replaces the engine option of this name, if that is set.
 
     Arguments are copied. Raises ValueError for a value outside its range.
@@ -101,6 +103,7 @@ class SamplingParams:
     regex: str | None = None
     ebnf: str | None = None
     structural_tag: str | Mapping[str, Any] | None = None
+    thinking_token_budget: int | None = None
 
     def __post_init__(self) -> None:
         for name, kind in _kinds().items():
@@ -115,6 +118,8 @@ class SamplingParams:
             check_number("simulate_acceptance", self.simulate_acceptance, at_least=0, at_most=1)
         if self.sampling_seed is not None:
             check_integer("sampling_seed", self.sampling_seed, 0, 2**64 - 1)
+        if self.thinking_token_budget is not None:
+            check_integer("thinking_token_budget", self.thinking_token_budget, 0, INT32_MAX)
         self._copy_stops()
         self._copy_biases()
         self._copy_grammars()

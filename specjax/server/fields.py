@@ -48,7 +48,8 @@ NAMES = {
         name: name
         for name in "temperature top_p top_k min_p frequency_penalty presence_penalty "
         "repetition_penalty logit_bias n stop stop_token_ids ignore_eos speculative no_stop_trim "
-        "skip_special_tokens simulate_acceptance json_schema regex ebnf structural_tag".split()
+        "skip_special_tokens simulate_acceptance json_schema regex ebnf structural_tag "
+        "thinking_token_budget".split()
     },
     "include_stop_str_in_output": "no_stop_trim",
 }

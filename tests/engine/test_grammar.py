@@ -16,7 +16,7 @@ import pytest
 
 from specjax import Engine, SamplingParams
 from specjax.engine.requests import make_grammars
-from specjax.sampling.grammar import Constraint, compute_masks
+from specjax.sampling.grammar import Constraint, Thinking, compute_masks
 from specjax.testing import Files
 from specjax.testing.dense import Job, dense_decode, dense_logits
 from specjax.testing.files import CONFIG, EOS_ID, LETTERS
@@ -323,7 +323,7 @@ def test_a_grammar_may_begin_after_a_token(engine: Engine) -> None:
     tokens, parents = [0, 7, 50, 0, 9, 50], [-1, 0, 1, 2, 1, 2]
     words = engine.runner.tables.masks.shape[1]
     masks, forced = np.full((6, words), -1, np.int32), np.full((6, 4), -1, np.int32)
-    made = compiler.compile("regex", "[ab]c", after)
+    made = compiler.compile("regex", "[ab]c", Thinking(after))
     assert (made.mask() == -1).all()
     compute_masks(made.walk(tokens, parents), masks, forced)
     assert [(mask == -1).all() for mask in masks] == [True, True, False, False, True, True]
@@ -334,6 +334,41 @@ def test_a_grammar_may_begin_after_a_token(engine: Engine) -> None:
     assert forced[3].tolist() == [2, -1, -1, -1]
     assert made.advance([7, 9, 50, 1, 2, 3]) == 5
     assert made.is_complete
+
+
+@pytest.mark.parametrize("grammar", ["[ab]c", None])
+def test_a_budget_ends_the_reasoning(engine: Engine, grammar: str | None) -> None:
+    """Nodes of a chain around the last token of the budget, and the text so far."""
+    compiler, thinking = make_grammars(engine._plan, engine.tokenizer), Thinking(50, None, 3)
+    words = engine.runner.tables.masks.shape[1]
+
+    def make() -> Constraint:
+        return (
+            compiler.compile("regex", grammar, thinking) if grammar else compiler.budget(thinking)
+        )
+
+    made = make()
+    assert made.advance([7]) == 1
+    tokens, parents = [7, 8, 9, 50, 0, 4], [-1, 0, 1, 2, 3, 2]
+    masks, forced = np.full((6, words), -1, np.int32), np.full((6, 4), -1, np.int32)
+    compute_masks(made.walk(tokens, parents), masks, forced)
+    bits = np.unpackbits(masks.view(np.uint8), bitorder="little").reshape(6, -1)
+    assert (masks[[0, 1, 5]] == -1).all()
+    assert np.flatnonzero(bits[2]).tolist() == [50]
+    assert forced[2].tolist() == [50, -1, -1, -1]
+    if grammar:
+        assert [np.flatnonzero(row).tolist() for row in bits[3:5]] == [[0, 1], [2]]
+    else:
+        assert (masks[3:5] == -1).all()
+    assert made.advance([8, 9]) == 2
+    assert np.flatnonzero(np.unpackbits(made.mask().view(np.uint8), bitorder="little")) == [50]
+    assert made.advance([50, 1]) == 2
+    assert (made.mask() == -1).all() == (grammar is None)
+    for first, free in ((60, False), (61, True)):  # the completion reasons if it begins with 60
+        made = compiler.budget(Thinking(50, 60, 0))
+        assert (made.mask() == -1).all()
+        made.advance([first])
+        assert (made.mask() == -1).all() == free
 
 
 def test_samples_have_the_distribution_of_allowed_tokens(engine: Engine) -> None:

@@ -165,6 +165,25 @@ def test_reasoning_comes_apart_and_before_the_grammar(reasoning: Client) -> None
         assert (parts["reasoning_content"] or None) == message["reasoning_content"]
 
 
+@pytest.mark.parametrize("fields", [{}, {"response_format": FORMAT}, {"speculative": False}])
+def test_reasoning_has_a_budget(reasoning: Client, fields: dict[str, Any]) -> None:
+    """The letters are tokens, and the model does not end its reasoning by itself."""
+    body = {
+        "messages": [{"role": "user", "content": "hi<think>"}],
+        "thinking_token_budget": 6,
+        "temperature": 1.0,
+        "seed": 1,
+        "logit_bias": {str(EOS_ID + 2): -100.0, str(EOS_ID): -100.0},
+        "max_tokens": 20,
+        "separate_reasoning": False,
+    }
+    text = reasoning.post(CHAT, body | fields).json()["choices"][0]["message"]["content"]
+    assert text.index("</think>") == 6
+    if not fields.get("response_format"):
+        plain = reasoning.post(CHAT, body | {"speculative": False}).json()
+        assert text == plain["choices"][0]["message"]["content"]
+
+
 TOOLS = [
     {
         "type": "function",
