@@ -6,12 +6,12 @@ mask gives the text of plain decoding with masks. Drafts that a grammar forbids 
 so never accepted. Axes: T tree nodes, S steps, V vocabulary.
 """
 
-import functools
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,8 +26,10 @@ except ImportError:  # EngineArgs refuses grammars then
 MAX_CHARACTERS = 2**16
 # The time to compile grows with this number: 10,007 takes 0.02 s, 99,999,989 more than 30 s.
 MAX_MULTIPLE = 10_000
-# Integers that round to it as floats overflow the stack of the library and end the process.
+JOINING = {"allOf", "anyOf", "oneOf", "$ref"}  # keywords that may join values of multipleOf
+# The library's recursion ends the process at numbers that round to it, and at 2,000 nested rules.
 MIN_INTEGER = -(2**63)
+MAX_RULES = 1_000
 # The library's limits on the work for one mask (about 20 ms) and on memory (about 50 MB). Of 5,000
 # random grammars none took longer; an object with 500 optional keys needs 2,000 items.
 LIMITS: dict[str, Any] = {
@@ -51,18 +53,32 @@ class Constraint:
     """The grammar of one request, after the tokens of its completion so far."""
 
     def __init__(
-        self, matcher: Any, num_words: int, thinking: Thinking | None = None, end: Any = None
+        self,
+        make: Callable[[], Any],
+        num_words: int,
+        thinking: Thinking | None = None,
+        end: Any = None,
     ) -> None:
-        """The grammar of ``matcher``, if any, begins at once or after ``thinking``.
+        """The grammar of the matcher of ``make``, if any, begins at once or after ``thinking``.
 
         ``end`` is a matcher of the token that ends it, for a budget.
         """
-        self._matcher, self._num_words, self._end = matcher, num_words, end
+        self._make, self._num_words, self._end = make, num_words, end
+        self._matcher = make()
+        self._text: list[int] = []  # the tokens of the matcher
+        self._dead: dict[tuple[int, ...], str] = {}  # paths of drafts that no token may follow
         self._after, self._start, budget = thinking or Thinking(-1)
         self._is_thinking = thinking is not None
         # tokens until the end is forced
         self._left = math.inf if budget is None else budget + (self._start is not None)
         self.error = ""  # why the text cannot be continued
+
+    def check(self) -> str:
+        """The error of a new grammar, if it has one."""
+        if error := self._matcher.get_error():
+            return str(error)
+        mask = np.full((1, self._num_words), -1, np.int32)
+        return "it allows no text" if _compute({0: self._matcher.deep_copy()}, mask, None) else ""
 
     @property
     def is_complete(self) -> bool:
@@ -84,16 +100,36 @@ class Constraint:
             if self.is_complete:
                 return i
             if not self._matcher.try_consume_tokens([token]):
-                self.error = _reason(self._matcher)
-                return i
+                self.renew()
+                if not self._matcher.try_consume_tokens([token]):
+                    self.error = _reason(self._matcher)
+                    return i
+            self._text.append(token)
+            if reason := self._dead.get(tuple(tokens[: i + 1])):
+                self.error = reason
+                return i + 1
         return len(tokens)
+
+    def renew(self) -> None:
+        """Make the matcher again; the copies for drafts have used up limits of the old one."""
+        self._matcher = self._make()
+        self._matcher.try_consume_tokens(self._text)
+
+    def take_dead(
+        self, dead: Mapping[int, str], tokens: Sequence[int], parents: Sequence[int]
+    ) -> None:
+        """Take the nodes of a tree that no token may follow; the text ends when it gets there."""
+        self.error = dead.get(0, self.error)
+        paths: list[tuple[int, ...]] = [()]
+        for token, parent in zip(tokens[1:], parents[1:], strict=True):
+            paths.append((*paths[parent], token))
+        self._dead = {paths[node]: reason for node, reason in dead.items() if node}
 
     def mask(self) -> np.ndarray:
         """The mask i32 ``[V / 32]`` of the text."""
         mask = np.full((1, self._num_words), -1, np.int32)
-        if compute_masks(self.walk([0], [-1]), mask):
-            mask[:] = 0
-        return mask[0]
+        fill_masks({0: (self, [0], [-1])}, mask)
+        return np.zeros_like(mask[0]) if self.error else mask[0]
 
     def walk(self, tokens: Sequence[int], parents: Sequence[int]) -> dict[int, Any]:
         """The matchers of the nodes of a tree that the grammar limits, and allows.
@@ -131,19 +167,47 @@ class Constraint:
         return found
 
 
-def compute_masks(
-    matchers: Mapping[int, Any], masks: np.ndarray, forced: np.ndarray | None = None
-) -> dict[int, str]:
-    """Write the masks of nodes, and the tokens that a grammar forces after them.
+# a constraint, and the tokens and parents of a tree, as for Constraint.walk
+Tree = tuple[Constraint, Sequence[int], Sequence[int]]
+
+
+def fill_masks(
+    trees: Mapping[int, Tree], masks: np.ndarray, forced: np.ndarray | None = None
+) -> list[int]:
+    """Write the masks of nodes, and the tokens that grammars force after them.
 
     Args:
-        matchers: of nodes, each with its own.
-        masks: i32 ``[N, V / 32]`` of ones, which stay for nodes without matchers.
+        trees: by the row of their root; the rows of their other nodes follow.
+        masks: i32 ``[N, V / 32]`` of ones, which stay for nodes that no grammar limits.
         forced: i32 ``[N, 1 + S]`` of -1.
 
     Returns:
-        The nodes that no token may follow, with reasons; their masks stay, too.
+        The rows that were written. A constraint whose root no token may follow has an error.
     """
+    matchers: dict[int, Any] = {}
+    for root, (constraint, tokens, parents) in trees.items():
+        try:
+            found = constraint.walk(tokens, parents)
+        except Exception as error:  # it must end no other request
+            constraint.error = repr(error)
+        else:
+            matchers |= {root + node: matcher for node, matcher in found.items()}
+    all_dead = _compute(matchers, masks, forced)
+    for root, (constraint, tokens, parents) in trees.items():
+        rows = range(root, root + len(tokens))
+        dead = {row: all_dead[row] for row in rows if row in all_dead}
+        if any(reason != NO_TOKEN for reason in dead.values()):
+            constraint.renew()
+            found = constraint.walk(tokens, parents)
+            dead = _compute({root + node: one for node, one in found.items()}, masks, forced)
+        constraint.take_dead({row - root: dead[row] for row in dead}, tokens, parents)
+    return list(matchers)
+
+
+def _compute(
+    matchers: Mapping[int, Any], masks: np.ndarray, forced: np.ndarray | None
+) -> dict[int, str]:
+    """Fill the rows of matchers; return those that no token may follow, with reasons."""
     if not matchers:
         return {}
     _executor().unsafe_compute_mask_ptr(
@@ -166,7 +230,7 @@ def compute_masks(
     return dead
 
 
-@functools.cache
+@cache
 def _executor() -> Any:
     """The threads that compute masks, without Python's lock."""
     return llguidance.LLExecutor()
@@ -207,7 +271,7 @@ class GrammarCompiler:
 
     def budget(self, thinking: Thinking) -> Constraint:
         """Make the constraint of a request whose text has no grammar, only a budget."""
-        return Constraint(None, self._num_words, thinking, self._matcher_of_end(thinking))
+        return Constraint(lambda: None, self._num_words, thinking, self._matcher_of_end(thinking))
 
     def _matcher_of_end(self, thinking: Thinking | None) -> Any:
         if thinking is None or thinking.budget is None:
@@ -224,18 +288,22 @@ class GrammarCompiler:
             message = f"{kind} has {len(text)} characters; at most {MAX_CHARACTERS} are supported"
             raise ParameterError(message, param=kind, limit=MAX_CHARACTERS)
         try:
-            grammar = self._grammar(kind, text)
-            matcher = llguidance.LLMatcher(self._tokens, grammar, log_level=0, limits=self._limits)
-            error = matcher.get_error()
+            make = partial(
+                llguidance.LLMatcher,
+                self._tokens,
+                self._grammar(kind, text),
+                log_level=0,
+                limits=self._limits,
+            )
+            made = Constraint(make, self._num_words, thinking, self._matcher_of_end(thinking))
+            error = made.check()
         except (ValueError, LookupError, TypeError, AttributeError, AssertionError) as fault:
             error = str(fault) or repr(fault)
         except RecursionError:
             error = "it is nested too deeply"
-        if not error and not Constraint(matcher, self._num_words).mask().any():
-            error = "it allows no text"
         if error:
             raise ParameterError(f"{kind}={short(text)}: {error.strip()}", param=kind)
-        return Constraint(matcher, self._num_words, thinking, self._matcher_of_end(thinking))
+        return made
 
     def _grammar(self, kind: str, text: str) -> str:
         if kind == "structural_tag":
@@ -263,6 +331,8 @@ class GrammarCompiler:
             ids = self._tokens.tokenize_str(trigger, parse_special=True)
             is_special |= len(ids) == 1 and self._tokens.is_special_token(ids[0])
             schema = one.get("schema") or {}
+            if not isinstance(schema, dict):
+                raise ValueError(f"schema={short(schema)} must be an object")
             tags.append(
                 llguidance.StructTag(trigger=trigger, begin=begin, grammar=schema, end=one["end"])
             )
@@ -270,34 +340,38 @@ class GrammarCompiler:
 
 
 def _check_embedded(grammar: str) -> str:
-    """Check the schemas in a grammar, and return it."""
+    """Check the schemas in a grammar and the number of rules, and return it."""
+    rest = grammar
     for mark in re.finditer(r"%json\s*", grammar):
         try:
-            schema = _DECODER.raw_decode(grammar, mark.end())[0]
+            schema, end = _DECODER.raw_decode(grammar, mark.end())
         except ValueError:
             continue  # the library names the place
         _check_numbers(schema)
+        rest = rest.replace(grammar[mark.end() : end], "")
+    if len(re.findall(":+", rest)) > MAX_RULES:
+        raise ValueError(f"it has more than {MAX_RULES} rules")
     return grammar
 
 
 def _check_numbers(schema: Any) -> None:
-    """Refuse large ``multipleOf`` (or products, if ``allOf`` may join them) and low integers."""
+    """Refuse large values of ``multipleOf``, joined ones too, and low numbers."""
     found, is_joined = [1], False
 
     def visit(value: Any) -> None:
         nonlocal is_joined
         if isinstance(value, dict):
-            is_joined |= "allOf" in value
+            is_joined |= not value.keys().isdisjoint(JOINING)
             multiple = value.get("multipleOf")
             if isinstance(multiple, int | float) and math.isfinite(multiple):
                 found.append(abs(Fraction(str(multiple)).numerator))
             value = list(value.values())
-        elif isinstance(value, int) and value <= MIN_INTEGER + 512:
-            message = f"{value} is not supported; integers must be above {MIN_INTEGER} + 512"
+        elif isinstance(value, int | float) and value <= MIN_INTEGER + 512:
+            message = f"{value} is not supported; numbers must be above {MIN_INTEGER} + 512"
             raise ValueError(message)
         for item in value if isinstance(value, list) else ():
             visit(item)
 
     visit(schema)
-    if (most := math.prod(found) if is_joined else max(found)) > MAX_MULTIPLE:
+    if (most := math.lcm(*found) if is_joined else max(found)) > MAX_MULTIPLE:
         raise ValueError(f"multipleOf of {most} is not supported; the limit is {MAX_MULTIPLE}")

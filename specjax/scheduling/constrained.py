@@ -14,7 +14,7 @@ import numpy as np
 
 from specjax.runtime.runner import Dispatched, ModelRunner
 from specjax.runtime.runner_config import pick_bucket
-from specjax.sampling.grammar import compute_masks
+from specjax.sampling.grammar import fill_masks
 from specjax.scheduling.request import RunningRequest
 from specjax.speculative.round import TargetPass
 from specjax.types import DraftShape, VerifyInput
@@ -105,20 +105,16 @@ class ConstrainedRounds:
         tokens, parents, counts = map(
             np.asarray, (tree.draft_tokens, tree.parents, tree.num_proposed)
         )
-        matchers: dict[int, Any] = {}
+        trees = {}
         for i, row in enumerate(rows):
             constraint = row.request.constraint
             if constraint is None or row.is_released:
                 continue
             nodes = slice(1 + counts[i])
-            try:
-                found = constraint.walk(tokens[i, nodes].tolist(), parents[i, nodes].tolist())
-            except Exception as error:  # it must end no other request
-                row.request.check_constraint(repr(error))
-                continue
-            matchers |= {i * tier.nodes + node: matcher for node, matcher in found.items()}
-        self._written = list(matchers)
-        for node, reason in compute_masks(matchers, masks, forced).items():
-            if node % tier.nodes == 0:
-                rows[node // tier.nodes].request.check_constraint(reason)
+            own = constraint, tokens[i, nodes].tolist(), parents[i, nodes].tolist()
+            trees[i * tier.nodes] = own
+        self._written = fill_masks(trees, masks, forced)
+        for root, (constraint, *_) in trees.items():
+            if constraint.error:
+                rows[root // tier.nodes].request.check_constraint()
         return masks.reshape(sizes[0]), forced.reshape(sizes[1])

@@ -340,11 +340,11 @@ class Request:
         """Bits i32 ``[V / 32]`` of the tokens that the grammar allows next."""
         return None if self.constraint is None else self.constraint.mask()
 
-    def check_constraint(self, error: str = "") -> None:
-        """End the request if its grammar is complete, or for an error."""
+    def check_constraint(self) -> None:
+        """End the request if its grammar is complete, or if it cannot be continued."""
         assert self.constraint is not None
-        if error := error or self.constraint.error:
-            self.finish({"type": "abort", "message": f"grammar: {error}"})
+        if self.constraint.error:
+            self.finish({"type": "abort", "message": f"grammar: {self.constraint.error}"})
         elif self.constraint.is_complete:
             self.finish({"type": "stop", "matched": None})
 

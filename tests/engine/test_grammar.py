@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import random
 import re
 import threading
 import time
@@ -16,7 +17,7 @@ import pytest
 
 from specjax import Engine, SamplingParams
 from specjax.engine.requests import make_grammars
-from specjax.sampling.grammar import Constraint, Thinking, compute_masks
+from specjax.sampling.grammar import Constraint, Thinking, fill_masks
 from specjax.testing import Files
 from specjax.testing.dense import Job, dense_decode, dense_logits
 from specjax.testing.files import CONFIG, EOS_ID, LETTERS
@@ -256,6 +257,30 @@ def test_nothing_is_compiled_and_requests_may_leave(engine: Engine) -> None:
         ({"json_schema": {"enum": ["a", -(2**63) + 512]}}, "json_schema=.*must be above -922337"),
         ({"ebnf": f'start: "%json {{" %json {{"const": {-(2**63)}}}'}, "ebnf=.*must be above"),
         ({"structural_tag": {"structures": [{"begin": 1}], "triggers": ["a"]}}, "structural_tag="),
+        (
+            {
+                "json_schema": {
+                    "$ref": "#/$defs/a",
+                    "multipleOf": 9973,
+                    "$defs": {"a": {"multipleOf": 9967}},
+                }
+            },
+            "multipleOf of 99400891 is not supported",
+        ),
+        (
+            {"json_schema": {"type": "integer", "minimum": -1e300, "maximum": -1e19}},
+            "must be above",
+        ),
+        ({"ebnf": "start: A0\n" + "".join(f"A{i}: A{i + 1}\n" for i in range(1001))}, "1000 rules"),
+        (
+            {
+                "structural_tag": {
+                    "structures": [{"begin": "a", "schema": 'start: "b"', "end": "c"}],
+                    "triggers": ["a"],
+                }
+            },
+            "schema='start: \"b\"' must be an object",
+        ),
         ({"structural_tag": "[" * 50000}, "structural_tag=.*too deep"),
         ({"regex": "é"}, "regex='é': it allows no text"),
         ({"regex": "a", "ebnf": "b"}, "give at most one of"),
@@ -287,13 +312,40 @@ def test_structural_tags_limit_what_is_between_them(engine: Engine) -> None:
     assert constraint.error == ""
 
 
+def test_drafts_use_up_no_limit_of_the_text(engine: Engine) -> None:
+    """Drafted branches add states to the lexer, which has a limit, until its matcher is renewed."""
+    grammar = {"regex": "a[0-9]{9}|b[ab]*a[ab]{40}c"}
+    drafted, rng = constraint_of(engine, grammar), random.Random(0)
+    words, letters = engine.runner.tables.masks.shape[1], [LETTERS.index(x) for x in "ab"]
+    count, renewed = 0, 0
+    make = drafted._make
+
+    def counted() -> Any:
+        nonlocal renewed
+        renewed += 1
+        return make()
+
+    drafted._make = counted
+    while not renewed and count < 2000:
+        count += 1
+        tokens = [0, letters[1], *(rng.choice(letters) for _ in range(60))]
+        masks = np.full((len(tokens), words), -1, np.int32)
+        fill_masks({0: (drafted, tokens, range(-1, 61))}, masks)
+        assert not drafted.error
+        np.testing.assert_array_equal(masks[0], constraint_of(engine, grammar).mask())
+    assert renewed
+    ids = [LETTERS.index(x) for x in "a123456789"]
+    assert drafted.advance(ids) == 10
+    assert drafted.is_complete
+
+
 def test_siblings_have_their_own_masks(engine: Engine) -> None:
     """Grammars with ``max_tokens`` support no rollback."""
     grammar = {"ebnf": 'start: a b\na[max_tokens=3]: /[a-z]*/\nb: "0" /[a-z]{5}/'}
     tokens, parents = [0, 3, 4, 5, 6], [-1, 0, 0, 0, 2]
     words = engine.runner.tables.masks.shape[1]
     masks, forced = np.full((5, words), -1, np.int32), np.full((5, 4), -1, np.int32)
-    compute_masks(constraint_of(engine, grammar).walk(tokens, parents), masks, forced)
+    fill_masks({0: (constraint_of(engine, grammar), tokens, parents)}, masks, forced)
     for node, path in enumerate([[], [3], [4], [5], [4, 6]]):
         fresh = constraint_of(engine, grammar)
         assert fresh.advance(path) == len(path)
@@ -325,7 +377,7 @@ def test_a_grammar_may_begin_after_a_token(engine: Engine) -> None:
     masks, forced = np.full((6, words), -1, np.int32), np.full((6, 4), -1, np.int32)
     made = compiler.compile("regex", "[ab]c", Thinking(after))
     assert (made.mask() == -1).all()
-    compute_masks(made.walk(tokens, parents), masks, forced)
+    fill_masks({0: (made, tokens, parents)}, masks, forced)
     assert [(mask == -1).all() for mask in masks] == [True, True, False, False, True, True]
     fresh = compiler.compile("regex", "[ab]c")
     np.testing.assert_array_equal(masks[2], fresh.mask())
@@ -351,7 +403,7 @@ def test_a_budget_ends_the_reasoning(engine: Engine, grammar: str | None) -> Non
     assert made.advance([7]) == 1
     tokens, parents = [7, 8, 9, 50, 0, 4], [-1, 0, 1, 2, 3, 2]
     masks, forced = np.full((6, words), -1, np.int32), np.full((6, 4), -1, np.int32)
-    compute_masks(made.walk(tokens, parents), masks, forced)
+    fill_masks({0: (made, tokens, parents)}, masks, forced)
     bits = np.unpackbits(masks.view(np.uint8), bitorder="little").reshape(6, -1)
     assert (masks[[0, 1, 5]] == -1).all()
     assert np.flatnonzero(bits[2]).tolist() == [50]
