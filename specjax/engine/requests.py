@@ -274,7 +274,9 @@ class RequestFactory:
             demand = "needs the engine option reasoning_parser"
             raise refused("thinking_token_budget", budget, demand)
         if tags is not None and (last := tags.last(prompt)) != END:
-            thinking = Thinking(tags.end, None if last == START else tags.start, budget)
+            thinking = Thinking(
+                tags.end, None if last == START else tags.start, budget, tags.spaces
+            )
         if params.grammar is None:
             return None if thinking is None else self._grammars.budget(thinking)
         return self._grammars.compile(*params.grammar, thinking)

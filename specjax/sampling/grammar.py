@@ -9,7 +9,9 @@ so never accepted. Axes: T tree nodes, S steps, V vocabulary.
 import json
 import math
 import re
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -27,18 +29,24 @@ MAX_CHARACTERS = 2**16
 # The time to compile grows with this number: 10,007 takes 0.02 s, 99,999,989 more than 30 s.
 MAX_MULTIPLE = 10_000
 JOINING = {"allOf", "anyOf", "oneOf", "$ref"}  # keywords that may join values of multipleOf
-# The library's recursion ends the process at numbers that round to it, and at 2,000 nested rules.
+# The library's recursion has no end for numbers that round to it.
 MIN_INTEGER = -(2**63)
-MAX_RULES = 1_000
-# The library's limits on the work for one mask (about 20 ms) and on memory (about 50 MB). Of 5,000
-# random grammars none took longer; an object with 500 optional keys needs 2,000 items.
+# The library's recursion ends the process if the stack is too small for it: a row of rules that
+# refer to each other needs up to 40 MB, and other threads have 8 MB.
+STACK_BYTES = 2**28
+# The library's limits on the work at the start and for one mask (20 ms or less for 5,000 random
+# grammars; 0.7 s for one made for it) and on memory (about 50 MB). An object with 500 optional keys
+# needs 2,000 items.
 LIMITS: dict[str, Any] = {
+    "initial_lexer_fuel": 100_000,
     "step_lexer_fuel": 100_000,
     "step_max_items": 8_000,
     "max_lexer_states": 50_000,
 }
 _DECODER = json.JSONDecoder()
 NO_TOKEN = "no token may follow"
+# what malformed grammars raise
+FAULTS = ValueError, ArithmeticError, LookupError, TypeError, AttributeError, AssertionError
 
 
 class Thinking(NamedTuple):
@@ -47,6 +55,7 @@ class Thinking(NamedTuple):
     end: int  # the token that ends it
     start: int | None = None  # the first token, if the completion must have it to reason
     budget: int | None = None  # maximum number of tokens between them
+    spaces: frozenset[int] = frozenset()  # tokens that may precede the first one
 
 
 class Constraint:
@@ -67,10 +76,10 @@ class Constraint:
         self._matcher = make()
         self._text: list[int] = []  # the tokens of the matcher
         self._dead: dict[tuple[int, ...], str] = {}  # paths of drafts that no token may follow
-        self._after, self._start, budget = thinking or Thinking(-1)
+        self._after, self._start, budget, self._spaces = thinking or Thinking(-1)
         self._is_thinking = thinking is not None
-        # tokens until the end is forced
-        self._left = math.inf if budget is None else budget + (self._start is not None)
+        # tokens until the end is forced, and whether the first one has not come yet
+        self._left = (math.inf if budget is None else budget, self._start is not None)
         self.error = ""  # why the text cannot be continued
 
     def check(self) -> str:
@@ -90,9 +99,7 @@ class Constraint:
         """Add tokens until the grammar is complete or forbids one; return how many were added."""
         for i, token in enumerate(tokens):
             if self._is_thinking:
-                if self._start not in (None, token):  # the model does not reason
-                    self._left = math.inf
-                self._start, self._left = None, self._left - 1
+                self._left = self._left_after(self._left, token)
                 self._is_thinking = token != self._after
                 continue
             if self._matcher is None:
@@ -109,6 +116,14 @@ class Constraint:
                 self.error = reason
                 return i + 1
         return len(tokens)
+
+    def _left_after(self, left: tuple[float, bool], token: int) -> tuple[float, bool]:
+        count, is_before = left
+        if not is_before:
+            return count - 1, False
+        if token in self._spaces:
+            return left
+        return count if token == self._start else math.inf, False  # or the model does not reason
 
     def renew(self) -> None:
         """Make the matcher again; the copies for drafts have used up limits of the old one."""
@@ -140,7 +155,7 @@ class Constraint:
         """
         # copies, because a limit of the library leaves a matcher in an error state, and because
         # some grammars support no rollback
-        left: dict[int, float] = {}  # of the nodes within reasoning, the tokens until its end
+        left: dict[int, tuple[float, bool]] = {}  # of the nodes within reasoning
         found: dict[int, Any] = {}
 
         def visit(node: int, matcher: Any) -> None:
@@ -156,9 +171,9 @@ class Constraint:
             if parent in left and node:
                 if token == self._after:
                     visit(node, self._matcher)
-                elif left[parent] > 0:
-                    left[node] = left[parent] - 1
-            if left.get(node) == 0:
+                elif left[parent] != (0, False):
+                    left[node] = self._left_after(left[parent], token)
+            if left.get(node) == (0, False):
                 visit(node, self._end)
             elif parent in found and parent not in left and node:
                 branch = found[parent].deep_copy()
@@ -184,22 +199,29 @@ def fill_masks(
     Returns:
         The rows that were written. A constraint whose root no token may follow has an error.
     """
-    matchers: dict[int, Any] = {}
-    for root, (constraint, tokens, parents) in trees.items():
+
+    def walk(root: int, *, again: bool = False) -> dict[int, Any]:
+        constraint, *nodes = trees[root]
         try:
-            found = constraint.walk(tokens, parents)
+            if again:
+                constraint.renew()
+            found = constraint.walk(*nodes)
         except Exception as error:  # it must end no other request
             constraint.error = repr(error)
-        else:
-            matchers |= {root + node: matcher for node, matcher in found.items()}
+            return {}
+        return {root + node: matcher for node, matcher in found.items()}
+
+    matchers = {row: one for root in trees for row, one in walk(root).items()}
     all_dead = _compute(matchers, masks, forced)
     for root, (constraint, tokens, parents) in trees.items():
-        rows = range(root, root + len(tokens))
-        dead = {row: all_dead[row] for row in rows if row in all_dead}
+        own = slice(root, root + len(tokens))
+        dead = {row: all_dead[row] for row in range(own.start, own.stop) if row in all_dead}
         if any(reason != NO_TOKEN for reason in dead.values()):
-            constraint.renew()
-            found = constraint.walk(tokens, parents)
-            dead = _compute({root + node: one for node, one in found.items()}, masks, forced)
+            masks[own] = -1
+            if forced is not None:
+                forced[own] = -1
+            dead = _compute(found := walk(root, again=True), masks, forced)
+            matchers |= found
         constraint.take_dead({row - root: dead[row] for row in dead}, tokens, parents)
     return list(matchers)
 
@@ -242,6 +264,20 @@ def _reason(matcher: Any) -> str:
     return lines[0] if lines and not lines[0].startswith("<") else NO_TOKEN
 
 
+def in_deep_stack(function: Callable[[], Any]) -> Any:
+    """Call a function in a thread with a stack of STACK_BYTES."""
+    with ThreadPoolExecutor(1) as pool, _stack_lock:
+        old = threading.stack_size(STACK_BYTES)
+        try:
+            future = pool.submit(function)
+        finally:
+            threading.stack_size(old)
+    return future.result()
+
+
+_stack_lock = threading.Lock()  # of the size of new stacks
+
+
 class GrammarCompiler:
     """Compiles grammars in the threads of their callers.
 
@@ -277,7 +313,10 @@ class GrammarCompiler:
         if thinking is None or thinking.budget is None:
             return None
         grammar = llguidance.grammar_from("lark", f"start: <[{thinking.end}]>")
-        return llguidance.LLMatcher(self._tokens, grammar, log_level=0)
+        matcher = llguidance.LLMatcher(self._tokens, grammar, log_level=0)
+        if error := matcher.get_error():
+            raise ValueError(f"thinking_token_budget={thinking.budget}: {error}")
+        return matcher
 
     def compile(self, kind: str, text: str, thinking: Thinking | None = None) -> Constraint:
         """Make the constraint of a new request. Raises ParameterError with the library's reason.
@@ -287,17 +326,14 @@ class GrammarCompiler:
         if len(text) > MAX_CHARACTERS:
             message = f"{kind} has {len(text)} characters; at most {MAX_CHARACTERS} are supported"
             raise ParameterError(message, param=kind, limit=MAX_CHARACTERS)
+        end = self._matcher_of_end(thinking)
         try:
-            make = partial(
-                llguidance.LLMatcher,
-                self._tokens,
-                self._grammar(kind, text),
-                log_level=0,
-                limits=self._limits,
-            )
-            made = Constraint(make, self._num_words, thinking, self._matcher_of_end(thinking))
+            matcher = partial(llguidance.LLMatcher, log_level=0, limits=self._limits)
+            grammar = in_deep_stack(partial(self._grammar, kind, text))
+            make = partial(in_deep_stack, partial(matcher, self._tokens, grammar))
+            made = Constraint(make, self._num_words, thinking, end)
             error = made.check()
-        except (ValueError, LookupError, TypeError, AttributeError, AssertionError) as fault:
+        except FAULTS as fault:
             error = str(fault) or repr(fault)
         except RecursionError:
             error = "it is nested too deeply"
@@ -340,17 +376,13 @@ class GrammarCompiler:
 
 
 def _check_embedded(grammar: str) -> str:
-    """Check the schemas in a grammar and the number of rules, and return it."""
-    rest = grammar
+    """Check the schemas in a grammar, and return it."""
     for mark in re.finditer(r"%json\s*", grammar):
         try:
-            schema, end = _DECODER.raw_decode(grammar, mark.end())
+            schema = _DECODER.raw_decode(grammar, mark.end())[0]
         except ValueError:
             continue  # the library names the place
         _check_numbers(schema)
-        rest = rest.replace(grammar[mark.end() : end], "")
-    if len(re.findall(":+", rest)) > MAX_RULES:
-        raise ValueError(f"it has more than {MAX_RULES} rules")
     return grammar
 
 

@@ -111,6 +111,7 @@ def test_tokens_equal_dense_decoding_with_masks(engine: Engine, tree: Engine) ->
         assert reasons == {"stop", "length"}
 
 
+@pytest.mark.slow
 def test_finished_answers_are_valid(engine: Engine, tree: Engine) -> None:
     """Chains and trees give the answers of plain decoding."""
     requests, cases = [], []
@@ -141,6 +142,7 @@ def test_finished_answers_are_valid(engine: Engine, tree: Engine) -> None:
     assert num_finished > 25
 
 
+@pytest.mark.slow
 def test_random_grammars_disturb_nobody(engine: Engine) -> None:
     """300 of them, valid or not, next to a request without a grammar."""
     free = {"max_new_tokens": 500, "temperature": 0.9, "sampling_seed": 5, "ignore_eos": True}
@@ -271,7 +273,6 @@ def test_nothing_is_compiled_and_requests_may_leave(engine: Engine) -> None:
             {"json_schema": {"type": "integer", "minimum": -1e300, "maximum": -1e19}},
             "must be above",
         ),
-        ({"ebnf": "start: A0\n" + "".join(f"A{i}: A{i + 1}\n" for i in range(1001))}, "1000 rules"),
         (
             {
                 "structural_tag": {
@@ -281,6 +282,8 @@ def test_nothing_is_compiled_and_requests_may_leave(engine: Engine) -> None:
             },
             "schema='start: \"b\"' must be an object",
         ),
+        ({"json_schema": '{"multipleOf": 1' + "0" * 400 + "}"}, "too large"),
+        ({"regex": "a?" * 20000}, "regex=.*too big"),
         ({"structural_tag": "[" * 50000}, "structural_tag=.*too deep"),
         ({"regex": "é"}, "regex='é': it allows no text"),
         ({"regex": "a", "ebnf": "b"}, "give at most one of"),
@@ -330,8 +333,9 @@ def test_drafts_use_up_no_limit_of_the_text(engine: Engine) -> None:
         count += 1
         tokens = [0, letters[1], *(rng.choice(letters) for _ in range(60))]
         masks = np.full((len(tokens), words), -1, np.int32)
-        fill_masks({0: (drafted, tokens, range(-1, 61))}, masks)
+        written = fill_masks({0: (drafted, tokens, range(-1, 61))}, masks)
         assert not drafted.error
+        assert (np.delete(masks, written, axis=0) == -1).all()
         np.testing.assert_array_equal(masks[0], constraint_of(engine, grammar).mask())
     assert renewed
     ids = [LETTERS.index(x) for x in "a123456789"]
@@ -416,11 +420,27 @@ def test_a_budget_ends_the_reasoning(engine: Engine, grammar: str | None) -> Non
     assert np.flatnonzero(np.unpackbits(made.mask().view(np.uint8), bitorder="little")) == [50]
     assert made.advance([50, 1]) == 2
     assert (made.mask() == -1).all() == (grammar is None)
-    for first, free in ((60, False), (61, True)):  # the completion reasons if it begins with 60
-        made = compiler.budget(Thinking(50, 60, 0))
+    # the completion reasons if it begins with 60, also after 70
+    for begin, free in (([60], False), ([70, 70, 60], False), ([61], True), ([70, 61], True)):
+        made = compiler.budget(Thinking(50, 60, 0, frozenset([70])))
         assert (made.mask() == -1).all()
-        made.advance([first])
+        masks = np.full((len(begin) + 1, words), -1, np.int32)
+        fill_masks({0: (made, [5, *begin], range(-1, len(begin)))}, masks)
+        made.advance(begin)
         assert (made.mask() == -1).all() == free
+        assert ((masks == -1).all(axis=1) == ([True] * len(begin) + [free])).all()
+
+
+def test_rules_may_be_nested_deeply(engine: Engine) -> None:
+    """They would overflow the stack of other threads, and so end the process."""
+    rules = "".join(f'A{i}: ("a" A{i + 1})? "b"\n' for i in range(2500))
+    chain = {f"a{i}": {"items": {"$ref": f"#/$defs/a{i + 1}"}} for i in range(1200)}
+    schema = {"$ref": "#/$defs/a0", "$defs": chain | {"a1200": {"type": "null"}}}
+    for grammar in ({"ebnf": f'start: A0\n{rules}A2500: "c"'}, {"json_schema": schema}):
+        made = constraint_of(engine, grammar)
+        ids = np.flatnonzero(np.unpackbits(made.mask().view(np.uint8), bitorder="little"))
+        assert made.advance(ids[-1:].tolist()) == 1
+        assert made.mask().any()
 
 
 def test_samples_have_the_distribution_of_allowed_tokens(engine: Engine) -> None:
