@@ -38,6 +38,7 @@ def test_defaults_are_those_of_sglang() -> None:
         "regex": None,
         "ebnf": None,
         "structural_tag": None,
+        "thinking_token_budget": None,
     }
 
 
