@@ -381,8 +381,8 @@ def _json(params: SamplingParams) -> dict[str, Any]:
         return next((kind(value) for kind in kinds if isinstance(value, kind)), value)
 
     values = asdict(params).items()
-    kept = {name: plain(value) for name, value in values if name not in GRAMMARS}
-    return kept | {"thinking_token_budget": None}
+    omitted = (*GRAMMARS, "thinking_token_budget")
+    return {name: plain(value) for name, value in values if name not in omitted}
 
 
 def _logprobs(arrays: tuple[Any, ...] | None, count: int, top: int | None) -> Logprobs:
