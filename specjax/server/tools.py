@@ -19,6 +19,11 @@ To call a function, answer with a JSON object with its name and arguments betwee
 {{"name": "the function", "arguments": {{"the parameter": "the value"}}}}
 {end}"""
 
+# of a parser: text before the calls, name of the arguments, text between two calls, and after them
+_HERMES = f"{START}\n", "arguments", f"\n{END}\n{START}\n", f"\n{END}"
+_FORMS = {"hermes": _HERMES, "qwen25": _HERMES, "llama3": ("", "parameters", "", "")}
+_LIST = "[", "arguments", ", ", "]"  # of the others, if a call is required
+
 
 class Tools(NamedTuple):
     """The functions of a request, and whether one must be called."""
@@ -35,38 +40,27 @@ class Tools(NamedTuple):
         """
         functions = [tool["function"] for tool in self.given]
         functions = [one for one in functions if one["name"] in self.names]
+        is_strict = is_possible and any(one.get("strict") is True for one in functions)
+        begin, key, between, end = _FORMS.get(kind, _LIST)
+        calls = [f'{{"name": {json.dumps(one["name"])}, "{key}": ' for one in functions]
         if not self.is_required:
-            is_strict = any(one.get("strict") is True for one in functions)
-            if not is_strict or not is_possible or kind not in ("hermes", "qwen25"):
+            if not is_strict or kind not in _FORMS:
                 return {}
+            schemas = [_schema(x) if x.get("strict") else {"type": "object"} for x in functions]
             tags = [
-                {
-                    "begin": f'{START}\n{{"name": {json.dumps(one["name"])}, "arguments": ',
-                    "schema": _schema(one) if one.get("strict") else {"type": "object"},
-                    "end": f"}}\n{END}",
-                }
-                for one in functions
+                {"begin": begin + call, "schema": schema, "end": f"}}{end}"}
+                for call, schema in zip(calls, schemas, strict=True)
             ]
-            return {"structural_tag": json.dumps({"structures": tags, "triggers": [START]})}
-        if kind not in ("hermes", "qwen25", "llama3"):
-            raise ApiError(
-                400,
-                f"tool_choice must be auto or none with tool_call_parser={kind!r}, whose format is "
-                "no JSON",
-                param="tool_choice",
-            )
-        key = "parameters" if kind == "llama3" else "arguments"
+            trigger = (begin or '{"name": "').strip()
+            return {"structural_tag": json.dumps({"structures": tags, "triggers": [trigger]})}
+        many = f" ({json.dumps(between)} call)*" if self.is_parallel and between else ""
+        start = f"start: {json.dumps(begin)} call{many} {json.dumps(end)}"
         # each schema is a rule of its own, so that its references keep their root
-        rules = [f"call: {' | '.join(f'call_{i}' for i in range(len(functions)))}"]
-        for i, one in enumerate(functions):
-            begin = json.dumps(f'{{"name": {json.dumps(one["name"])}, "{key}": ')
-            rules += [f'call_{i}: {begin} values_{i} "}}"']
+        rules = [start, f"call: {' | '.join(f'call_{i}' for i in range(len(functions)))}"]
+        for i, (call, one) in enumerate(zip(calls, functions, strict=True)):
+            rules += [f'call_{i}: {json.dumps(call)} values_{i} "}}"']
             rules += [f"values_{i}: %json {json.dumps(_schema(one))}"]
-        start = "start: call"
-        if kind != "llama3":
-            many = f' ("\\n{START}\\n" call "\\n{END}")*' if self.is_parallel else ""
-            start = f'start: "{START}\\n" call "\\n{END}"{many}'
-        return {"ebnf": "\n".join([start, *rules, ""])}
+        return {"ebnf": "\n".join([*rules, ""])}
 
 
 NO_TOOLS = Tools()

@@ -3,7 +3,8 @@
 ``hermes`` and ``qwen25``: ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, any number.
 ``llama3``: the text is ``{"name": ..., "parameters": {...}}``, several of them with ``;`` between,
 after ``<|python_tag|>`` or without it. ``mistral``: ``[TOOL_CALLS]`` and a list of objects, or a
-name, ``[ARGS]`` and the arguments. ``pythonic``: the text is a list of Python calls.
+name, ``[ARGS]`` and the arguments. ``pythonic``: the text is a list of Python calls. With the last
+two, a text that is a JSON list of objects is a list of calls too: required calls have this form.
 
 A parser reads the whole text so far, so its result cannot depend on how the text was cut. What it
 has returned for a part of a text only grows. Text that is not a valid call stays content.
@@ -78,23 +79,20 @@ def _llama3(text: str, names: Collection[str], is_final: bool) -> Parsed:
 
 
 def _mistral(text: str, names: Collection[str], is_final: bool) -> Parsed:
-    begin = text.find(MISTRAL_TAG)
-    if begin < 0:
+    begin, is_list = text.find(MISTRAL_TAG), text.lstrip().startswith("[")
+    if begin < 0 and not is_list:
         return text[: len(text) - (0 if is_final else overlap(text, MISTRAL_TAG))], []
+    content = text[: max(begin, 0)]
     if not is_final:
-        return text[:begin], []
+        return "" if is_list else content, []
     calls = list[ToolCall]()
-    for part in text[begin:].split(MISTRAL_TAG)[1:]:
+    for part in [text] if begin < 0 else text[begin:].split(MISTRAL_TAG)[1:]:
         name, mark, arguments = part.partition(MISTRAL_ARGS)
-        if mark:
-            value: Any = [{"name": name.strip(), "arguments": arguments}]
-        else:
-            value = _json(part)
-        made = [_call_of(one, names) for one in value] if isinstance(value, list) else [None]
-        if None in made or not made:
+        value = [{"name": name.strip(), "arguments": arguments}] if mark else _json(part)
+        if not (made := _calls_of(value, names)):
             return text, []
-        calls += [call for call in made if call is not None]
-    return text[:begin], calls
+        calls += made
+    return content, calls
 
 
 def _pythonic(text: str, names: Collection[str], is_final: bool) -> Parsed:
@@ -103,6 +101,8 @@ def _pythonic(text: str, names: Collection[str], is_final: bool) -> Parsed:
         return ("", []) if PYTHON_TAG.startswith(body) or body[0] in "[<" else (text, [])
     if not body.startswith("[") or len(body) > MAX_PYTHON:
         return text, []
+    if calls := _calls_of(_json(body), names):
+        return "", calls
     try:
         tree = ast.parse(body, mode="eval").body
         items = tree.elts if isinstance(tree, ast.List) else []
@@ -156,6 +156,12 @@ def _object_calls(text: str, names: Collection[str]) -> list[ToolCall]:
 
 def _object_call(text: str, names: Collection[str]) -> ToolCall | None:
     return _call_of(_json(text), names)
+
+
+def _calls_of(value: Any, names: Collection[str]) -> list[ToolCall]:
+    """The calls that a list of objects describes; none if anything else is in it."""
+    calls = [_call_of(one, names) for one in value] if isinstance(value, list) else []
+    return [] if None in calls else [call for call in calls if call is not None]
 
 
 def _call_of(value: Any, names: Collection[str]) -> ToolCall | None:

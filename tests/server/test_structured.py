@@ -11,11 +11,10 @@ from specjax import Engine
 from specjax.checkpoints.target import open_target
 from specjax.sampling.grammar import GrammarCompiler
 from specjax.server import make_app
-from specjax.server.fields import ApiError
 from specjax.server.tools import Tools, with_default_prompt
 from specjax.testing import Client, Files, running
 from specjax.testing.files import EOS_ID, letter_tokenizer, write_tokenizer
-from specjax.text.tool_calls import ToolCall, parse_tool_calls
+from specjax.text.tool_calls import FORMATS, ToolCall, parse_tool_calls
 
 CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
 SCHEMA = {
@@ -287,13 +286,15 @@ def test_wrong_tools(tools: Client, fields: dict[str, Any], param: str, words: s
     assert words in answer.error["message"]
 
 
-@pytest.mark.parametrize("kind", ["hermes", "llama3"])
+@pytest.mark.parametrize("kind", sorted(FORMATS))
 def test_a_required_call_is_what_the_parser_reads(kind: str) -> None:
     tokenizer = open_target("smollm2-135m", dtype="float32").load_tokenizer()
     compiler = GrammarCompiler(tokenizer.backend.to_str(), 49152, [2], spaces=True)
     key = "parameters" if kind == "llama3" else "arguments"
     call = json.dumps({"name": "g", key: {"x": "b"}})
-    text = call if kind == "llama3" else f"<tool_call>\n{call}\n</tool_call>"
+    text = {"llama3": call, "mistral": f"[{call}]", "pythonic": f"[{call}]"}.get(
+        kind, f"<tool_call>\n{call}\n</tool_call>"
+    )
     nested = {"$defs": {"A": {"enum": ["a", "b"]}}, "properties": {"x": {"$ref": "#/$defs/A"}}}
     nested |= {"type": "object", "required": ["x"], "additionalProperties": False}
     given = [TOOLS[0], {"type": "function", "function": {"name": "g", "parameters": nested}}]
@@ -302,19 +303,26 @@ def test_a_required_call_is_what_the_parser_reads(kind: str) -> None:
     ids = tokenizer.encode(text, add_special_tokens=False)
     assert compiler.compile(name, grammar).advance(ids) == len(ids)
     assert parse_tool_calls(kind, text, asked.names) == ("", [ToolCall("g", '{"x": "b"}')])
-    with pytest.raises(ApiError, match="tool_choice must be auto or none with"):
-        asked.grammar("pythonic")
+    twice = text.replace(call, f"{call}, {call}")
+    if kind in ("hermes", "qwen25"):
+        twice = f"{text}\n{text}"
+    ids = tokenizer.encode(twice, add_special_tokens=False)
+    for is_parallel in (False, True):
+        ((name, grammar),) = asked._replace(is_parallel=is_parallel).grammar(kind).items()
+        is_whole = compiler.compile(name, grammar).advance(ids) == len(ids)
+        assert is_whole is (is_parallel and kind != "llama3")
 
 
-def test_arguments_of_strict_functions_are_limited() -> None:
+@pytest.mark.parametrize("kind", ["hermes", "llama3"])
+def test_arguments_of_strict_functions_are_limited(kind: str) -> None:
     """Free text, a call of a strict function, and one of another."""
     tokenizer = open_target("smollm2-135m", dtype="float32").load_tokenizer()
     compiler = GrammarCompiler(tokenizer.backend.to_str(), 49152, [2], spaces=True)
     strict = TOOLS[0] | {"function": TOOLS[0]["function"] | {"strict": True}}
     asked = Tools([strict, TOOLS[1]], ["f", "g"])
     assert asked.grammar("hermes", is_possible=False) == asked.grammar("pythonic") == {}
-    assert Tools(TOOLS, ["f", "g"]).grammar("hermes") == {}
-    ((name, grammar),) = asked.grammar("hermes").items()
+    assert Tools(TOOLS, ["f", "g"]).grammar(kind) == {}
+    ((name, grammar),) = asked.grammar(kind).items()
     for call, is_allowed in (
         ('{"name": "f", "arguments": {"x": 2}}', True),
         ('{"name": "f", "arguments": {"x": 3}}', False),
@@ -322,6 +330,8 @@ def test_arguments_of_strict_functions_are_limited() -> None:
         ('{"name": "h", "arguments": {}}', False),
     ):
         text = f"Let me see.\n<tool_call>\n{call}\n</tool_call> Done."
+        if kind == "llama3":
+            text = call.replace("arguments", "parameters")
         ids = tokenizer.encode(text, add_special_tokens=False)
         made = compiler.compile(name, grammar)
         assert (made.advance(ids) == len(ids)) is is_allowed, call

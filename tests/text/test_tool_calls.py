@@ -51,6 +51,8 @@ EXAMPLES = [
         ("", BOTH),
     ),
     ("mistral", 'Yes.[TOOL_CALLS]add[ARGS]{"a": 1}', ("Yes.", calls(("add", {"a": 1})))),
+    ("mistral", ' [{"name": "add", "arguments": {"a": 1}}]', ("", calls(("add", {"a": 1})))),
+    ("pythonic", '[{"name": "add", "arguments": {"a": 1}}]', ("", calls(("add", {"a": 1})))),
     ("pythonic", "[get_weather(city='Zürich'), add(a=1, b=[2, {'c': None}])]", ("", BOTH)),
 ]
 # texts without a valid call of these functions
@@ -62,6 +64,8 @@ OTHERS = [
     ("llama3", '{"name": "add", "parameters": {"a": 1}'),
     ("llama3", '{"some": "object"}; and text'),
     ("mistral", "[TOOL_CALLS] [1, 2]"),
+    ("mistral", "[1, 2] are numbers"),
+    ("mistral", '[{"name": "unknown", "arguments": {}}]'),
     ("mistral", "[TOOL_CALLS]add[ARGS]{"),
     ("llama3", '; {"name": "add", "parameters": {"a": 1}}'),
     ("hermes", '<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>'),
