@@ -99,10 +99,10 @@ def _pythonic(text: str, names: Collection[str], is_final: bool) -> Parsed:
     body = text.strip().removeprefix(PYTHON_TAG)
     if not is_final:
         return ("", []) if PYTHON_TAG.startswith(body) or body[0] in "[<" else (text, [])
-    if not body.startswith("[") or len(body) > MAX_PYTHON:
-        return text, []
     if calls := _calls_of(_json(body), names):
         return "", calls
+    if not body.startswith("[") or len(body) > MAX_PYTHON:
+        return text, []
     try:
         tree = ast.parse(body, mode="eval").body
         items = tree.elts if isinstance(tree, ast.List) else []

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specjax.text.tool_calls import FORMATS, ToolCall, parse_tool_calls
+from specjax.text.tool_calls import FORMATS, MAX_PYTHON, ToolCall, parse_tool_calls
 
 NAMES = ("get_weather", "add")
 WEATHER, ADD = {"city": "Zürich"}, {"a": 1, "b": [2, {"c": None}]}
@@ -114,6 +114,12 @@ def test_parts_only_grow_to_the_whole(kind: str, text: str) -> None:
         before = part, some
     if not found:
         assert content == text
+
+
+def test_a_required_call_may_be_longer_than_python_text() -> None:
+    value = {"a": "x" * MAX_PYTHON}
+    text = json.dumps([{"name": "add", "arguments": value}])
+    assert parse_tool_calls("pythonic", text, NAMES) == ("", calls(("add", value)))
 
 
 def test_unclosed_tags_take_linear_time() -> None:
