@@ -19,7 +19,12 @@ def rms_norm(x: Array, scale: Array, eps: float) -> Array:
     """Root-mean-square normalisation of ``x [..., D]``, computed in float32; keeps the dtype."""
     x32 = x.astype(jnp.float32)
     variance = jnp.mean(jnp.square(x32), axis=-1, keepdims=True)
-    return (x32 * jax.lax.rsqrt(variance + eps)).astype(x.dtype) * scale
+    return scaled(x32 * jax.lax.rsqrt(variance + eps), scale, x.dtype)
+
+
+def scaled(x: Array, scale: Array, dtype: jnp.dtype) -> Array:
+    """Multiply float32 normalised values by a scale, which is of ``dtype`` or float32."""
+    return x.astype(dtype) * scale if scale.dtype == dtype else (x * scale).astype(dtype)
 
 
 def whole(x: Array, ndim: int, dtype: jnp.dtype) -> Array:
@@ -57,7 +62,7 @@ def specjax_add_norm(
     squares = jnp.where(lane < size, total32 * total32, 0.0)
     inverse = jax.lax.rsqrt(jnp.sum(squares) / size + eps)
     sum_ref[row, column] = total
-    normed_ref[row, column] = (total32 * inverse).astype(total.dtype) * scale_ref[column]
+    normed_ref[row, column] = scaled(total32 * inverse, scale_ref[column], total.dtype)
 
 
 def add_norm(
@@ -68,7 +73,7 @@ def add_norm(
     Args:
         x: ``[..., D]``, the residual stream.
         delta: ``[..., D]``, the output of a block, or f32 ``[P, ..., D]``, its partial sums.
-        scale: ``[D]``.
+        scale: ``[D]``, in the dtype of ``x`` or float32.
         eps: added to the mean square.
 
     Returns:

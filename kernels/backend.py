@@ -58,8 +58,18 @@ def resolve(
 
 
 def takes_head_dim(head_dim: int) -> bool:
-    """Whether the Pallas kernels support a head dim: a power of two from 16 to 256."""
-    return 16 <= head_dim <= 256 and head_dim & (head_dim - 1) == 0
+    """Whether the Pallas kernels support a head dim: a multiple of 16 from 16 to 256."""
+    return 16 <= head_dim <= 256 and head_dim % 16 == 0
+
+
+def spans(size: int, start: int = 0) -> tuple[Any, ...]:
+    """Cut an axis into slices whose sizes are powers of two, largest first: 96 is 64 and 32."""
+    parts = []
+    for power in reversed(range(size.bit_length())):
+        if size >> power & 1:
+            parts.append(pl.ds(start, 1 << power))
+            start += 1 << power
+    return tuple(parts)
 
 
 def triton_call(

@@ -3,7 +3,8 @@
 Axes: W packed tokens, G segments (one per request), N query heads, KV key/value heads, H head dim,
 P pages per request. Segment g has ``counts[g]`` rows, directly after those of segment g - 1. Its
 first token is at position ``starts[g]`` of its request. A row sees the keys of its own request up
-to its own position. Rows after the last segment are padding. The pool is
+to its own position, with a window W the last W of them. Rows after the last segment are padding.
+The pool is
 ``[L, slots, 2, KV, H]`` as in ``tree_attention``; page 0 is the padding page.
 """
 
@@ -16,14 +17,15 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
-from specjax.kernels.backend import resolve, takes_head_dim, triton_call
+from specjax.kernels.backend import power_of_two, resolve, spans, takes_head_dim, triton_call
 from specjax.kernels.tree_attention import (
-    LOG2E,
     NEGATIVE,
+    base2_scores,
     check_heads,
     empty_sums,
     row_dot,
     tree_attention,
+    with_sinks,
 )
 
 
@@ -78,7 +80,7 @@ class PrefillTiles:
         # 173 with 128. Two prompts of 1,024 take 87 and 77, and 87 with twice the warps.
         block_rows = 64 if tokens * group <= 2048 else 128
         # the queries, and keys and values of three stages, must fit 228 KiB of shared memory
-        block_keys = min(128, max(16, 8192 // head_dim))
+        block_keys = min(128, max(16, 8192 // power_of_two(head_dim)))
         return cls(block_rows, block_keys, num_warps=4, num_stages=3)
 
 
@@ -112,11 +114,16 @@ def tile_map(starts: Array, counts: Array, rows: int, tile_tokens: int) -> Array
 
 
 def specjax_prefill_attention(
-    *refs: Any, tiles: PrefillTiles, page_size: int, scale: float
+    *refs: Any,
+    tiles: PrefillTiles,
+    page_size: int,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
 ) -> None:
     """Kernel body: one program per (KV head, tile of query rows of one segment)."""
-    layer_ref, map_ref, table_ref, q_ref, pool_ref, out_ref = refs
-    group = q_ref.shape[1] // pool_ref.shape[3]
+    layer_ref, map_ref, table_ref, q_ref, pool_ref, *sink_refs, out_ref = refs
+    group, parts = q_ref.shape[1] // pool_ref.shape[3], spans(q_ref.shape[2])
     layer, head, tile = layer_ref[0], pl.program_id(0), pl.program_id(1)
     segment, first_row, tokens, total = (map_ref[tile, i] for i in range(4))
 
@@ -127,39 +134,57 @@ def specjax_prefill_attention(
         row = jnp.arange(tiles.block_rows) % (tiles.block_rows // group * group)
         token = jnp.minimum(row // group, tokens - 1)
         member = head * group + row % group
-        q = q_ref[first_row + token, member, :]
+        q = [q_ref[first_row + token, member, part] for part in parts]
         first_position = total - tokens
 
         def step(i: Array, carry: tuple[Array, ...], *, is_masked: bool) -> tuple[Array, ...]:
-            best, weight, mixed = carry
+            best, weight, *mixed = carry
             position = i * tiles.block_keys + jnp.arange(tiles.block_keys)
             # past the end, read the last key again and mask its score; the load needs no mask
             key = jnp.minimum(position, total - 1) if is_masked else position
             page = table_ref[segment, jnp.minimum(key // page_size, table_ref.shape[1] - 1)]
             slot = page * page_size + key % page_size
-            k = pool_ref[layer, slot, 0, head, :]
-            v = pool_ref[layer, slot, 1, head, :]
-            scores = row_dot(q, k, transpose=True) * (scale * LOG2E)
+            k = [pool_ref[layer, slot, 0, head, part] for part in parts]
+            v = [pool_ref[layer, slot, 1, head, part] for part in parts]
+            products = [row_dot(x, y, transpose=True) for x, y in zip(q, k, strict=True)]
+            scores = base2_scores(sum(products[1:], products[0]), scale, softcap)
             if is_masked:
-                visible = (position - first_position)[None, :] <= token[:, None]
+                behind = token[:, None] - (position - first_position)[None, :]
+                visible = behind >= 0 if window is None else (behind >= 0) & (behind < window)
                 scores = jnp.where(visible, scores, NEGATIVE)
             new_best = jnp.maximum(best, jnp.max(scores, axis=1))
-            # every row sees key 0, so new_best is finite, and masked keys have weight exactly 0
+            # without a window, every row sees key 0, so new_best is finite, and masked keys have
+            # weight exactly 0
             weights = jnp.exp2(scores - new_best[:, None])
+            if is_masked and window is not None:
+                weights = jnp.where(visible, weights, 0.0)
             decay = jnp.exp2(best - new_best)
-            mixed = mixed * decay[:, None] + row_dot(weights.astype(v.dtype), v, transpose=False)
-            return new_best, weight * decay + jnp.sum(weights, axis=1), mixed
+            mixed = [
+                x * decay[:, None] + row_dot(weights.astype(y.dtype), y, transpose=False)
+                for x, y in zip(mixed, v, strict=True)
+            ]
+            return new_best, weight * decay + jnp.sum(weights, axis=1), *mixed
 
-        carry = empty_sums(tiles.block_rows, q.shape[1])
-        # the first token of the tile sees all keys in these blocks
-        unmasked = jnp.maximum(first_position + 1, 0) // tiles.block_keys
-        blocks = (total + tiles.block_keys - 1) // tiles.block_keys
-        carry = jax.lax.fori_loop(0, unmasked, partial(step, is_masked=False), carry)
-        masked = partial(step, is_masked=True)
-        _, weight, mixed = jax.lax.fori_loop(unmasked, blocks, masked, carry)
+        carry = empty_sums(tiles.block_rows, *(part.size for part in parts))
+        masked, size = partial(step, is_masked=True), tiles.block_keys
+        # the first token of the tile sees all keys in the blocks before this one, without a window
+        unmasked, blocks = jnp.maximum(first_position + 1, 0) // size, (total + size - 1) // size
+        whole = jnp.int32(0)
+        if window is not None:
+            oldest = jnp.maximum(first_position - window + 1, 0) // size
+            # from this block on, the last token of the tile sees all keys
+            whole = (jnp.maximum(total - window, 0) + size - 1) // size
+            whole, unmasked = jnp.minimum(whole, blocks), jnp.maximum(unmasked, whole)
+            unmasked = jnp.minimum(unmasked, blocks)
+            carry = jax.lax.fori_loop(oldest, whole, masked, carry)
+        carry = jax.lax.fori_loop(whole, unmasked, partial(step, is_masked=False), carry)
+        best, weight, *mixed = jax.lax.fori_loop(unmasked, blocks, masked, carry)
+        if sink_refs:
+            weight, mixed = with_sinks(best, weight, mixed, sink_refs[0][member])
         # the best key has weight 1, so the maximum changes only padding rows (0 / 1)
-        out = mixed / jnp.maximum(weight, 1.0)[:, None]
-        out_ref[first_row + token, member, :] = out.astype(out_ref.dtype)
+        weight = jnp.maximum(weight, 1.0)[:, None]
+        for part, x in zip(parts, mixed, strict=True):
+            out_ref[first_row + token, member, part] = (x / weight).astype(out_ref.dtype)
 
 
 def prefill_attention(
@@ -171,6 +196,9 @@ def prefill_attention(
     counts: Array,
     *,
     page_size: int,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Array | None = None,
     implementation: str | None = None,
     tiles: PrefillTiles | None = None,
 ) -> Array:
@@ -183,6 +211,9 @@ def prefill_attention(
         starts: i32 ``[G]``, position of each segment's first token.
         counts: i32 ``[G]``, tokens of each segment, possibly 0. Their sum is at most W.
         page_size: tokens per page.
+        window: number of positions that a row sees up to its own; ``None`` means all.
+        softcap: c in the scores c * tanh(scores / c).
+        sinks: ``[N]``, a score per query head that takes attention weight but has no value.
         implementation: the work of ``"pallas"`` is proportional to the actual tokens and keys; the
             others process all W rows for every segment up to the last one with tokens.
         tiles: launch shape of the Pallas kernel; ``None`` chooses one.
@@ -191,7 +222,7 @@ def prefill_attention(
         ``[W, N, H]`` in the dtype of ``q``; zeros in padding rows.
 
     Raises:
-        NotImplementedError: in the Pallas kernel, if the head dim is not a power of two from 16 to
+        NotImplementedError: in the Pallas kernel, if the head dim is not a multiple of 16 up to
             256, or if there are more query heads per KV head than rows in a tile.
     """
     check_heads(q, pool, 3)
@@ -205,7 +236,8 @@ def prefill_attention(
 
         def attention(rows: Array, g: Array) -> Array:
             request = page_table[g][None], starts[g][None], None
-            form = {"page_size": page_size, "implementation": implementation}
+            form = {"page_size": page_size, "implementation": implementation, "window": window}
+            form |= {"softcap": softcap, "sinks": sinks}
             return tree_attention(rows[None], pool, layer, *request, **form)[0]
 
         return _by_segment(q, counts, attention)
@@ -215,13 +247,20 @@ def prefill_attention(
         tiles = PrefillTiles.choose(tokens=rows, group=group, head_dim=dim, dtype=pool.dtype)
     if not takes_head_dim(dim) or group > tiles.block_rows:
         raise NotImplementedError(
-            f"the Pallas kernel supports head dims of powers of two from 16 to 256 (got {dim}) "
+            f"the Pallas kernel supports head dims of multiples of 16 up to 256 (got {dim}) "
             f"and at most {tiles.block_rows} query heads per KV head (got {group}); use "
             "implementation='xla'"
         )
     work = tile_map(starts, counts, rows, tiles.block_rows // group)
     return triton_call(
-        partial(specjax_prefill_attention, tiles=tiles, page_size=page_size, scale=dim**-0.5),
+        partial(
+            specjax_prefill_attention,
+            tiles=tiles,
+            page_size=page_size,
+            scale=dim**-0.5,
+            window=window,
+            softcap=softcap,
+        ),
         grid=(pool.shape[3], work.shape[0]),
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
         num_warps=tiles.num_warps,
@@ -234,4 +273,5 @@ def prefill_attention(
         page_table,
         q,
         pool,
+        *(() if sinks is None else (sinks,)),
     )

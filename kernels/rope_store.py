@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
-from specjax.kernels.add_norm import rms_norm, whole
-from specjax.kernels.backend import INVARIANT, power_of_two, resolve, triton_call
+from specjax.kernels.add_norm import rms_norm, scaled, whole
+from specjax.kernels.backend import INVARIANT, power_of_two, resolve, spans, triton_call
 
 # enough to give each of 132 multiprocessors several programs
 ENOUGH_PROGRAMS = 1024
@@ -66,38 +66,50 @@ def specjax_rope_store(
     head = pl.program_id(1)
     # lanes after the last token repeat the first ones and store the same values to the same slots
     token = (pl.program_id(0) * block + jnp.arange(block, dtype=jnp.int32)) % tokens
-    low, high = pl.ds(0, half), pl.ds(half, half)
-    first, second = qkv_ref[0, token, head, low], qkv_ref[0, token, head, high]
-    for i in range(1, qkv_ref.shape[0]):
-        first += qkv_ref[i, token, head, low]
-        second += qkv_ref[i, token, head, high]
-    first, second = first.astype(q_ref.dtype), second.astype(q_ref.dtype)
+    # pairs of slices whose elements are rotated with each other
+    pairs = list(zip(spans(half), spans(half, half), strict=True))
+
+    def loaded(span: Any) -> Array:
+        x = qkv_ref[0, token, head, span]
+        for i in range(1, qkv_ref.shape[0]):
+            x += qkv_ref[i, token, head, span]
+        return x.astype(q_ref.dtype)
+
+    values = [(loaded(low), loaded(high)) for low, high in pairs]
     layer = layer_ref[0]
 
-    def rotated(index: int) -> tuple[Array, Array]:
-        x, y = first.astype(jnp.float32), second.astype(jnp.float32)
+    def store_rotated(index: int, ref: Any, *at: Any) -> None:
+        wide = [(x.astype(jnp.float32), y.astype(jnp.float32)) for x, y in values]
         if scale_refs:
-            mean = (jnp.sum(x * x, axis=1) + jnp.sum(y * y, axis=1)) / (2 * half)
+            squares = [jnp.sum(x * x, axis=1) + jnp.sum(y * y, axis=1) for x, y in wide]
+            mean = sum(squares[1:], squares[0]) / (2 * half)
             inverse, scale = jax.lax.rsqrt(mean + eps)[:, None], scale_refs[index]
-            x = ((x * inverse).astype(first.dtype) * scale[low]).astype(jnp.float32)
-            y = ((y * inverse).astype(first.dtype) * scale[high]).astype(jnp.float32)
-        cos, sin = cos_ref[token, :], sin_ref[token, :]
-        return (x * cos - y * sin).astype(first.dtype), (y * cos + x * sin).astype(first.dtype)
+            wide = [
+                tuple(
+                    scaled(z * inverse, scale[span], q_ref.dtype).astype(jnp.float32)
+                    for z, span in zip(pair, slices, strict=True)
+                )
+                for pair, slices in zip(wide, pairs, strict=True)
+            ]
+        for (x, y), (low, high) in zip(wide, pairs, strict=True):
+            cos, sin = cos_ref[token, low], sin_ref[token, low]
+            ref[*at, low] = (x * cos - y * sin).astype(q_ref.dtype)
+            ref[*at, high] = (y * cos + x * sin).astype(q_ref.dtype)
 
     @pl.when(head < heads)
     def _() -> None:
-        q_ref[token, head, low], q_ref[token, head, high] = rotated(0)
+        store_rotated(0, q_ref, token, head)
 
     @pl.when((head >= heads) & (head < heads + kv_heads))
     def _() -> None:
-        slot, at = slots_ref[token], head - heads
-        pool_ref[layer, slot, 0, at, low], pool_ref[layer, slot, 0, at, high] = rotated(1)
+        store_rotated(1, pool_ref, layer, slots_ref[token], 0, head - heads)
 
     @pl.when(head >= heads + kv_heads)
     def _() -> None:
         slot, at = slots_ref[token], head - heads - kv_heads
-        pool_ref[layer, slot, 1, at, low] = first
-        pool_ref[layer, slot, 1, at, high] = second
+        for (x, y), (low, high) in zip(values, pairs, strict=True):
+            pool_ref[layer, slot, 1, at, low] = x
+            pool_ref[layer, slot, 1, at, high] = y
 
 
 def rope_store(
@@ -126,8 +138,8 @@ def rope_store(
         sin: f32 ``[B, T, 1, H / 2]``.
         pool: ``[L, slots, 2, KV, H]``.
         slots: i32 ``[B, T]``; if slots are equal (padding page), one of their tokens is kept.
-        norms: scales ``[H]`` of the RMS norms of each query and each key head, in the pool's dtype,
-            and their epsilon; ``None`` skips them. The mean square is computed in float32.
+        norms: scales ``[H]`` of the RMS norms of each query and each key head, in the pool's dtype
+            or float32, and their epsilon; ``None`` skips them. The mean square is in float32.
         implementation: ``"invariant"`` has a program per token, so that the order of summation in
             a norm does not depend on the number of tokens.
 

@@ -3,10 +3,10 @@
 Axes: B requests, T query tokens (tree rows) per request, U new keys per request, N query heads, KV
 key/value heads, H head dim, P pages per request. The U new keys of a request are in the slots of
 positions ``seq_len .. seq_len + U - 1``. A row sees every key before ``seq_len``, and the new keys
-that the mask selects. With a window W, row t is at position ``seq_len + U - T + t`` and sees no key
-W or more positions before its own. In a verified tree, all T rows are new keys. A tree level that
-is being drafted also sees the new keys of the levels above it. The pool is ``[L, slots, 2, KV, H]``
-with adjacent keys and values of a token, so one store writes both. Page 0 is the padding page.
+that the mask selects. With a window W, a row sees no key W or more positions before its own. In a
+verified tree, all T rows are new keys. A tree level that is being drafted also sees the new keys of
+the levels above it. The pool is ``[L, slots, 2, KV, H]`` with adjacent keys and values of a token,
+so one store writes both. Page 0 is the padding page.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.experimental import pallas as pl
-from specjax.kernels.backend import resolve, takes_head_dim, triton_call
+from specjax.kernels.backend import resolve, spans, takes_head_dim, triton_call
 
 # keys per step of "chunked"; with 256, a short context needs one step and no loop overhead
 CHUNK = 256
@@ -26,14 +26,24 @@ CHUNK = 256
 NEGATIVE = -1e30
 
 
+def _offsets(seq_lens: Array, tree_mask: Array | None, rows: int, positions: Array | None) -> Array:
+    """Positions i32 ``[B, T]`` of the rows after ``seq_lens``."""
+    if positions is not None:
+        return positions - seq_lens[:, None]
+    first = 0 if tree_mask is None else tree_mask.shape[2] - rows
+    return jnp.broadcast_to(first + jnp.arange(rows), (seq_lens.shape[0], rows))
+
+
 def _visible(
-    keys: Array, seq_lens: Array, tree_mask: Array | None, rows: int, window: int | None
+    keys: Array, seq_lens: Array, tree_mask: Array | None, rows: int, oldest: Array | None
 ) -> Array:
-    """Bool ``[B, T, C]``: whether each row sees key positions ``keys [C]``."""
+    """Bool ``[B, T, C]``: whether each row sees key positions ``keys [C]``.
+
+    ``oldest`` i32 ``[B, T]`` is the position of the first key in a row's window.
+    """
     offset = keys[None, :] - seq_lens[:, None]  # [B, C]
-    if window is not None:
-        oldest = _first_offset(tree_mask, rows, window) + jnp.arange(rows)[None, :, None]
-        recent = offset[:, None, :] >= oldest
+    if oldest is not None:
+        recent = keys >= oldest[..., None]
         return recent & _visible(keys, seq_lens, tree_mask, rows, None)
     if tree_mask is None:
         return offset[:, None, :] <= jnp.arange(rows)[None, :, None]
@@ -44,9 +54,11 @@ def _visible(
     return jnp.where((offset < 0)[:, None, :], True, in_tree & (offset < num_new)[:, None, :])
 
 
-def _first_offset(tree_mask: Array | None, rows: int, window: int) -> int:
-    """Position of the first key in the window of row 0, relative to ``seq_len``."""
-    return (0 if tree_mask is None else tree_mask.shape[2] - rows) - window + 1
+def _near(tree_mask: Array, window: int) -> Array:
+    """Keep only the last ``window`` keys of each row's path."""
+    index = jnp.arange(tree_mask.shape[2])
+    following = tree_mask[..., None, :] & (index >= index[:, None])
+    return tree_mask & (following.sum(axis=-1, dtype=jnp.int32) <= window)
 
 
 def _gather(
@@ -61,11 +73,13 @@ def _gather(
     return rows[:, :, 0], rows[:, :, 1]
 
 
-def _scores(q: Array, k: Array, visible: Array) -> Array:
+def _scores(q: Array, k: Array, visible: Array, softcap: float | None) -> Array:
     """Masked float32 scores ``[B, T, KV, G, C]`` of grouped queries ``[B, T, KV, G, H]``."""
     precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
     float32 = {"precision": precision, "preferred_element_type": jnp.float32}
     scores = jnp.einsum("btkgh,bckh->btkgc", q, k, **float32) * q.shape[-1] ** -0.5
+    if softcap is not None:
+        scores = softcap * jnp.tanh(scores / softcap)
     return jnp.where(visible[:, :, None, None, :], scores, -jnp.inf)
 
 
@@ -89,7 +103,9 @@ def _dense_or_chunked(
     seq_lens: Array,
     tree_mask: Array | None,
     page_size: int,
-    window: int | None,
+    oldest: Array | None,
+    softcap: float | None,
+    sinks: Array | None,
     is_chunked: bool,
 ) -> Array:
     """Attend to all keys of the page table at once, or in chunks up to the longest request."""
@@ -98,9 +114,9 @@ def _dense_or_chunked(
 
     def scores_of(keys: Array) -> tuple[Array, Array]:
         k, v = _gather(pool, layer, page_table, keys, page_size)
-        return _scores(grouped, k, _visible(keys, seq_lens, tree_mask, rows, window)), v
+        return _scores(grouped, k, _visible(keys, seq_lens, tree_mask, rows, oldest), softcap), v
 
-    if not is_chunked:
+    if not is_chunked and sinks is None:
         scores, v = scores_of(jnp.arange(page_table.shape[1] * page_size, dtype=jnp.int32))
         return _mix(jax.nn.softmax(scores, axis=-1), v).astype(q.dtype).reshape(q.shape)
 
@@ -119,9 +135,14 @@ def _dense_or_chunked(
         jnp.zeros(shape, jnp.float32),
         jnp.zeros(grouped.shape, jnp.float32),
     )
+    if sinks is not None:
+        # a sink is a key without a value
+        first = sinks.astype(jnp.float32).reshape(shape[2:])
+        start = (jnp.broadcast_to(first, shape), jnp.ones(shape, jnp.float32), start[2])
     num_new = rows if tree_mask is None else tree_mask.shape[2]
     num_chunks = (jnp.max(seq_lens) + num_new + CHUNK - 1) // CHUNK
-    _, total, mixed = jax.lax.fori_loop(0, num_chunks, chunk, start)
+    skipped = 0 if oldest is None else jnp.maximum(jnp.min(oldest), 0) // CHUNK
+    _, total, mixed = jax.lax.fori_loop(skipped, num_chunks, chunk, start)
     return (mixed / total[..., None]).astype(q.dtype).reshape(q.shape)
 
 
@@ -176,20 +197,43 @@ def _mask_words(tree_mask: Array) -> Array:
     return jax.lax.bitcast_convert_type(words, jnp.int32)
 
 
-def empty_sums(rows: int, dim: int) -> tuple[Array, Array, Array]:
-    """Highest score, sum of weights, and sum of weighted values of each row, over no keys."""
+def empty_sums(rows: int, *sizes: int) -> tuple[Array, ...]:
+    """Highest score, sum of weights, and sums of weighted values of each row, over no keys."""
     lowest = jnp.full((rows,), NEGATIVE, jnp.float32)
-    return lowest, jnp.zeros((rows,), jnp.float32), jnp.zeros((rows, dim), jnp.float32)
+    sums = (jnp.zeros((rows, size), jnp.float32) for size in sizes)
+    return lowest, jnp.zeros((rows,), jnp.float32), *sums
 
 
 def load_kv(
-    pool_ref: Any, layer: Array, table_ref: Any, request: Array, head: Array, key: Array, size: int
+    pool_ref: Any,
+    layer: Array,
+    table_ref: Any,
+    request: Array,
+    head: Array,
+    key: Array,
+    size: int,
+    span: Any = slice(None),
 ) -> tuple[Array, Array]:
     """Keys and values ``[C, H]`` at positions ``key [C]`` of a request; ``size`` is the page's."""
     pages = table_ref.shape[1]
     page = table_ref[request, jnp.minimum(key // size, pages - 1)]
     slot = jnp.where(key // size < pages, page, 0) * size + key % size
-    return pool_ref[layer, slot, 0, head, :], pool_ref[layer, slot, 1, head, :]
+    return pool_ref[layer, slot, 0, head, span], pool_ref[layer, slot, 1, head, span]
+
+
+def base2_scores(sums: Array, scale: float, softcap: float | None) -> Array:
+    """Scores from products of queries and keys, for weights that are powers of two."""
+    if softcap is None:
+        return sums * (scale * LOG2E)
+    return jnp.tanh(sums * (scale / softcap)) * (softcap * LOG2E)
+
+
+def with_sinks(best: Array, weight: Array, mixed: Any, sinks: Array) -> tuple[Array, Any]:
+    """Add scores without values to the sums of rows; return sums of weights and of values."""
+    score = sinks.astype(jnp.float32) * LOG2E
+    highest = jnp.maximum(best, score)
+    decay = jnp.exp2(best - highest)
+    return weight * decay + jnp.exp2(score - highest), [x * decay[:, None] for x in mixed]
 
 
 def specjax_tree_attention(
@@ -204,13 +248,18 @@ def specjax_tree_attention(
     scale: float,
     num_new: int,
     window: int | None,
+    softcap: float | None,
+    given: tuple[str, ...],
 ) -> None:
-    """Kernel body: one program per (request and KV head, context split, tile of query rows)."""
-    num_outputs = 1 if tiles.num_splits == 1 else 3
-    words_ref, (out_ref, *partial_refs) = refs[:-num_outputs], refs[-num_outputs:]
+    """Kernel body: one program per (request and KV head, context split, tile of query rows).
+
+    ``given`` names the further inputs: words of the mask, positions of the rows, sinks.
+    """
+    inputs, outputs = dict(zip(given, refs, strict=False)), refs[len(given) :]
+    out_ref, *partial_refs = outputs
     rows, heads = q_ref.shape[1:3]
     kv_heads = pool_ref.shape[3]
-    group = heads // kv_heads
+    group, parts = heads // kv_heads, spans(q_ref.shape[3])
     layer = layer_ref[0]
     request, head = pl.program_id(0) // kv_heads, pl.program_id(0) % kv_heads
     split, tile = pl.program_id(1), pl.program_id(2)
@@ -219,17 +268,23 @@ def specjax_tree_attention(
     row = tile * tiles.block_rows + jnp.arange(tiles.block_rows)
     # rows after the last one repeat the first ones: they store the same values to the same slots
     token, member = row % (rows * group) // group, head * group + row % group
-    q = q_ref[request, token, member, :]
-    words = [ref[request, token, i] for ref in words_ref for i in range(ref.shape[2])]
+    q = [q_ref[request, token, member, part] for part in parts]
+    words = []
+    if "words" in inputs:
+        words_ref = inputs["words"]
+        words = [words_ref[request, token, i] for i in range(words_ref.shape[2])]
     # a causal tile needs no keys after its own last token
     last_token = jnp.minimum(((tile + 1) * tiles.block_rows - 1) // group, rows - 1)
     total = seq_len + (num_new if words else last_token + 1)
 
     blocks = (total + tiles.block_keys - 1) // tiles.block_keys
+    has_positions = "positions" in inputs
     if window is not None:
-        # row 0 has the first window, and a tile that repeats the first rows contains row 0
-        oldest = num_new - rows - window + 1
-        skipped = jnp.maximum(seq_len + oldest, 0) // tiles.block_keys
+        # of the first key in the window of each row, relative to ``seq_len``
+        oldest = token + (num_new - rows - window + 1)
+        if has_positions:
+            oldest = inputs["positions"][request, token] - seq_len - window + 1
+        skipped = jnp.maximum(seq_len + jnp.min(oldest), 0) // tiles.block_keys
         blocks -= skipped
     share = (blocks + tiles.num_splits - 1) // tiles.num_splits
     first = split * share
@@ -238,12 +293,14 @@ def specjax_tree_attention(
         first, last = first + skipped, last + skipped
 
     def step(i: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
-        best, weight, mixed = carry
+        best, weight, *mixed = carry
         position = i * tiles.block_keys + jnp.arange(tiles.block_keys)
         # past the end, read the last key again and mask its score; the load needs no mask
         key = jnp.minimum(position, total - 1)
-        k, v = load_kv(pool_ref, layer, table_ref, request, head, key, page_size)
-        scores = row_dot(q, k, transpose=True) * (scale * LOG2E)
+        where = (pool_ref, layer, table_ref, request, head, key, page_size)
+        loaded = [load_kv(*where, part) for part in parts]
+        products = [row_dot(x, k, transpose=True) for x, (k, _) in zip(q, loaded, strict=True)]
+        scores = base2_scores(sum(products[1:], products[0]), scale, softcap)
         offset = position - seq_len
         if words:
             word = words[0][:, None]
@@ -255,36 +312,53 @@ def specjax_tree_attention(
         else:
             visible = offset[None, :] <= token[:, None]
         if window is not None:
-            visible &= offset[None, :] >= token[:, None] + oldest
+            recent = offset[None, :] >= oldest[:, None]
+            # the mask of a tree leaves out new keys before the window
+            visible &= recent | (offset >= 0)[None, :] if has_positions else recent
         scores = jnp.where(visible, scores, NEGATIVE)
         new_best = jnp.maximum(best, jnp.max(scores, axis=1))
         weights = jnp.where(visible, jnp.exp2(scores - new_best[:, None]), 0.0)
         decay = jnp.exp2(best - new_best)
-        mixed = mixed * decay[:, None] + row_dot(weights.astype(v.dtype), v, transpose=False)
-        return new_best, weight * decay + jnp.sum(weights, axis=1), mixed
+        mixed = [
+            x * decay[:, None] + row_dot(weights.astype(v.dtype), v, transpose=False)
+            for x, (_, v) in zip(mixed, loaded, strict=True)
+        ]
+        return new_best, weight * decay + jnp.sum(weights, axis=1), *mixed
 
-    carry = empty_sums(tiles.block_rows, q.shape[1])
-    best, weight, mixed = jax.lax.fori_loop(first, last, step, carry)
+    carry = empty_sums(tiles.block_rows, *(part.size for part in parts))
+    best, weight, *mixed = jax.lax.fori_loop(first, last, step, carry)
     if not partial_refs:
-        out_ref[request, token, member, :] = (mixed / weight[:, None]).astype(q.dtype)
+        if "sinks" in inputs:
+            weight, mixed = with_sinks(best, weight, mixed, inputs["sinks"][member])
+        for part, x in zip(parts, mixed, strict=True):
+            out_ref[request, token, member, part] = (x / weight[:, None]).astype(out_ref.dtype)
         return
     max_ref, sum_ref = partial_refs
-    out_ref[request, head, split, row, :] = mixed
+    for part, x in zip(parts, mixed, strict=True):
+        out_ref[request, head, split, row, part] = x
     max_ref[request, head, split, row] = best
     sum_ref[request, head, split, row] = weight
 
 
-def specjax_merge_splits(mixed_ref: Any, max_ref: Any, sum_ref: Any, out_ref: Any) -> None:
+def specjax_merge_splits(mixed_ref: Any, max_ref: Any, sum_ref: Any, *refs: Any) -> None:
     """Kernel body: one program per (token, query head, request) merges the splits of a row."""
+    *sink_refs, out_ref = refs
     heads, kv_heads = out_ref.shape[2], mixed_ref.shape[1]
     group = heads // kv_heads
     token, member, request = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     head, row = member // group, token * group + member % group
     best = max_ref[request, head, :, row]
-    decay = jnp.exp2(best - jnp.max(best))
+    highest = jnp.max(best)
+    if sink_refs:
+        score = sink_refs[0][member].astype(jnp.float32) * LOG2E
+        highest = jnp.maximum(highest, score)
+    decay = jnp.exp2(best - highest)
     weight = jnp.sum(sum_ref[request, head, :, row] * decay)
-    mixed = jnp.sum(mixed_ref[request, head, :, row, :] * decay[:, None], axis=0)
-    out_ref[request, token, member, :] = (mixed / weight).astype(out_ref.dtype)
+    if sink_refs:
+        weight += jnp.exp2(score - highest)
+    for part in spans(out_ref.shape[3]):
+        mixed = jnp.sum(mixed_ref[request, head, :, row, part] * decay[:, None], axis=0)
+        out_ref[request, token, member, part] = (mixed / weight).astype(out_ref.dtype)
 
 
 def row_dot(x: Array, y: Array, *, transpose: bool) -> Array:
@@ -319,7 +393,10 @@ def tree_attention(
     tree_mask: Array | None,
     *,
     page_size: int,
+    positions: Array | None = None,
     window: int | None = None,
+    softcap: float | None = None,
+    sinks: Array | None = None,
     implementation: str | None = None,
     tiles: AttentionTiles | None = None,
 ) -> Array:
@@ -333,9 +410,13 @@ def tree_attention(
         tree_mask: bool ``[B, T, U]``, true if a row sees a new key; ``None`` means causal over the
             T new tokens. A row must see itself.
         page_size: tokens per page.
-        window: number of positions that a row sees up to its own; ``None`` means all. New keys
-            after the row stay visible if the mask selects them. The T rows must be at consecutive
-            positions, the last ones of the U.
+        positions: i32 ``[B, T]``, the positions of the rows of a tree, of which each sees its
+            ancestors; only a window needs them. ``None`` means consecutive positions, the last ones
+            of the U.
+        window: number of positions that a row sees up to its own; ``None`` means all. Without
+            ``positions``, new keys after the row stay visible if the mask selects them.
+        softcap: c in the scores c * tanh(scores / c).
+        sinks: ``[N]``, a score per query head that takes attention weight but has no value.
         implementation: ``"chunked"`` (a loop over the context), ``"pallas"`` (reads each page once
             for up to 64 query rows of a KV head) or ``"xla"`` (all keys at once).
         tiles: launch shape of the Pallas kernel; ``None`` chooses one.
@@ -346,25 +427,44 @@ def tree_attention(
     Raises:
         ValueError: for mismatched shapes, a window below 1 or an unknown implementation.
         NotImplementedError: in the Pallas kernel, for a tree mask over more than ``MAX_MASKED``
-            keys, or if the head dim is not a power of two from 16 to 256.
+            keys, or if the head dim is not a multiple of 16 up to 256.
     """
     check_heads(q, pool, 4)
     if window is not None and window < 1:
         raise ValueError(f"window={window} must be at least 1")
     implementation = resolve(implementation, head_dim=q.shape[3], is_attention=True)
-    if implementation in ("xla", "chunked"):
-        is_chunked = implementation == "chunked"
-        return _dense_or_chunked(
-            q, pool, layer, page_table, seq_lens, tree_mask, page_size, window, is_chunked
-        )
     batch, rows, heads, dim = q.shape
+    num_new = rows if tree_mask is None else tree_mask.shape[2]
+    if window is None or tree_mask is None:
+        positions = None
+    elif positions is not None and window < num_new:
+        tree_mask = _near(tree_mask, window)
+    if implementation in ("xla", "chunked"):
+        oldest = None
+        if window is not None:
+            offsets = _offsets(seq_lens, tree_mask, rows, positions)
+            oldest = seq_lens[:, None] + offsets - window + 1
+            if positions is not None:
+                oldest = jnp.minimum(oldest, seq_lens[:, None])
+        return _dense_or_chunked(
+            q,
+            pool,
+            layer,
+            page_table,
+            seq_lens,
+            tree_mask,
+            page_size,
+            oldest,
+            softcap,
+            sinks,
+            implementation == "chunked",
+        )
     kv_heads = pool.shape[3]
     group = heads // kv_heads
-    num_new = rows if tree_mask is None else tree_mask.shape[2]
     if (num_new > MAX_MASKED and tree_mask is not None) or not takes_head_dim(dim):
         raise NotImplementedError(
             f"the Pallas kernel supports at most {MAX_MASKED} new keys with a tree mask (got "
-            f"{num_new}), and head dims of powers of two from 16 to 256 (got {dim}); use "
+            f"{num_new}), and head dims of multiples of 16 up to 256 (got {dim}); use "
             "implementation='xla'"
         )
     context = page_table.shape[1] * page_size
@@ -380,6 +480,11 @@ def tree_attention(
     shape = (batch, kv_heads, tiles.num_splits, row_tiles * tiles.block_rows)
     output = jax.ShapeDtypeStruct(q.shape, q.dtype)
     parts = [jax.ShapeDtypeStruct(x, jnp.float32) for x in ((*shape, dim), shape, shape)]
+    # a sink is added once, where the splits are merged
+    own_sinks = sinks if tiles.num_splits == 1 else None
+    words = None if tree_mask is None else _mask_words(tree_mask)
+    inputs = {"words": words, "positions": positions, "sinks": own_sinks}
+    inputs = {name: value for name, value in inputs.items() if value is not None}
     out = triton_call(
         partial(
             specjax_tree_attention,
@@ -388,6 +493,8 @@ def tree_attention(
             scale=dim**-0.5,
             num_new=num_new,
             window=window,
+            softcap=softcap,
+            given=tuple(inputs),
         ),
         grid=(batch * kv_heads, tiles.num_splits, row_tiles),
         out_shape=output if tiles.num_splits == 1 else tuple(parts),
@@ -401,7 +508,7 @@ def tree_attention(
         seq_lens,
         q,
         pool,
-        *(() if tree_mask is None else (_mask_words(tree_mask),)),
+        *inputs.values(),
     )
     if tiles.num_splits == 1:
         return out
@@ -411,4 +518,4 @@ def tree_attention(
         out_shape=output,
         num_warps=max(1, min(4, tiles.num_splits * dim // 1024)),
         implementation=implementation,
-    )(*out)
+    )(*out, *(() if sinks is None else (sinks,)))

@@ -1,6 +1,5 @@
 """The configurations of models, frozen and validated."""
 
-import logging
 from dataclasses import dataclass, field, fields, replace
 from typing import ClassVar, NamedTuple
 
@@ -8,26 +7,40 @@ import jax.numpy as jnp
 
 from specjax.checks import check_integer, check_number
 
-logger = logging.getLogger(__name__)
-
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
+
+
+ROPE_TYPES = ("linear", "dynamic", "llama3", "yarn", "longrope")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """Scaling of rotary frequencies: ``linear`` or ``llama3`` (Llama 3.1 and later)."""
+    """Scaling of rotary frequencies beyond the context of the pretraining.
+
+    ``attention_factor`` multiplies rotated queries and keys (``yarn``, ``longrope``). The factors
+    of ``longrope`` divide the frequencies: ``long_factor`` if the context is longer than
+    ``original_max_position_embeddings``, else ``short_factor``. ``dynamic`` changes the base, only
+    if the context is longer. ``query_beta`` scales queries by their position (Ministral 3).
+    """
 
     rope_type: str
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position_embeddings: int = 8192
+    attention_factor: float = 1.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
+    query_beta: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.rope_type not in ("linear", "llama3"):
+        if self.rope_type not in ROPE_TYPES:
             raise ValueError(
-                f"rope_type={self.rope_type!r} is not supported; supported: 'linear', 'llama3' "
-                "(and 'default', without scaling)"
+                f"rope_type={self.rope_type!r} is not supported; supported: "
+                f"{', '.join(map(repr, ROPE_TYPES))} (and 'default', without scaling)"
             )
         if not self.factor >= 1.0:
             raise ValueError(f"rope factor={self.factor} must be at least 1.0")
@@ -44,6 +57,20 @@ class Rope(NamedTuple):
     head_dim: int
     theta: float
     scaling: RopeScaling | None = None
+    # number of rotated dimensions of a head; the others pass through. None: all, 0: no rotation
+    rotary_dim: int | None = None
+
+    def within(self, length: int) -> "Rope":
+        """The same embedding for texts of at most ``length`` tokens."""
+        scaling, rotated = self.scaling, self.rotary_dim or self.head_dim
+        if scaling is None or scaling.rope_type not in ("dynamic", "longrope"):
+            return self
+        original = scaling.original_max_position_embeddings
+        if scaling.rope_type == "longrope":
+            chosen = scaling.long_factor if length > original else scaling.short_factor
+            return self._replace(scaling=replace(scaling, long_factor=chosen, short_factor=chosen))
+        growth = max(1.0, scaling.factor * length / original - (scaling.factor - 1.0))
+        return self._replace(theta=self.theta * growth ** (rotated / (rotated - 2)), scaling=None)
 
 
 class Dtypes(NamedTuple):
@@ -68,6 +95,8 @@ class TransformerConfig:
     rms_norm_eps: float = 1e-5
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling | None = None
+    rotary_dim: int | None = None  # as in Rope
+    activation: str = "silu"
     max_position_embeddings: int = 2048
     dtype: str = "float32"
 
@@ -82,6 +111,10 @@ class TransformerConfig:
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim} must be even for rotary embeddings")
+        if (rotated := self.rotary_dim) is not None and not (
+            0 <= rotated <= self.head_dim and rotated % 2 == 0
+        ):
+            raise ValueError(f"rotary_dim={rotated} must be even, from 0 to {self.head_dim}")
         check_number("rms_norm_eps", self.rms_norm_eps, at_least=0.0)
         check_number("rope_theta", self.rope_theta, above=0.0)
         if self.dtype not in DTYPES:
@@ -93,7 +126,7 @@ class TransformerConfig:
 
     @property
     def rope(self) -> Rope:
-        return Rope(self.head_dim, self.rope_theta, self.rope_scaling)
+        return Rope(self.head_dim, self.rope_theta, self.rope_scaling, self.rotary_dim)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,37 +142,60 @@ class ModelConfig(TransformerConfig):
     output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
-    sliding_window: int | None = None
+    windows: tuple[int, ...] = ()  # attention window of each layer; 0, or empty, for none
+    local_rope: Rope | None = None  # of layers with a window, if it differs from the others
+    attention_scale: float | None = None  # multiplies attention scores; None is H ** -0.5
+    attention_softcap: float | None = None  # soft limit of attention scores
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0  # multiplies the outputs of attention and feed-forward
+    logit_scale: float = 1.0
+    logit_softcap: float | None = None
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.windows and len(self.windows) != self.num_layers:
+            raise ValueError(
+                f"windows={self.windows} must have one value for each of "
+                f"num_layers={self.num_layers}"
+            )
+        for name in ("attention_scale", "attention_softcap", "logit_softcap"):
+            if getattr(self, name) is not None:
+                check_number(name, getattr(self, name), above=0.0)
+
     @property
     def context_limit(self) -> int:
-        """Maximum length of a text in tokens; it must not exceed the sliding window."""
-        return min(
-            self.max_position_embeddings, self.sliding_window or self.max_position_embeddings
-        )
+        """Maximum length of a text in tokens, which a rope scaling may extend."""
+        scaling, longest = self.rope_scaling, self.max_position_embeddings
+        if scaling is None or scaling.rope_type not in ("dynamic", "yarn"):
+            return longest
+        return max(longest, int(scaling.factor * scaling.original_max_position_embeddings))
 
     def context_length(self, asked: int | None) -> int:
-        """Return ``asked``, or else the model's limit; raise ValueError if ``asked`` exceeds it."""
-        limit, longest = self.context_limit, self.max_position_embeddings
-        what = f"limit of {limit} (max_position_embeddings)"
-        if limit < longest:
-            what = f"sliding window of {limit}, beyond which attention is not supported"
-            if asked is None:
-                text = "context_length set to %d although the model allows %d, because of the %s"
-                logger.warning(text, limit, longest, what)
-        if asked is not None and asked > limit:
+        """Return ``asked``, or else ``max_position_embeddings``; raise ValueError if too long."""
+        if asked is not None and asked > self.context_limit:
             raise ValueError(
-                f"context_length={asked} exceeds the model's {what}; lower context_length"
+                f"context_length={asked} exceeds the model's limit of {self.context_limit} "
+                "(max_position_embeddings); lower context_length"
             )
-        return asked or limit
+        return asked or self.max_position_embeddings
 
     def within(self, length: int) -> "ModelConfig":
-        """The same model for texts of at most ``length`` tokens; drops a window that holds them."""
-        if self.sliding_window is None or length > self.sliding_window:
-            return self
-        return replace(self, sliding_window=None)
+        """The same model for texts of at most ``length`` tokens.
+
+        Windows that hold such texts are dropped, and rope scalings that depend on the context are
+        chosen for it, so that a token's rotation never depends on the length of its own text.
+        """
+        windows = tuple(window if window < length else 0 for window in self.windows)
+        rope, local = self.rope.within(length), self.local_rope
+        return replace(
+            self,
+            windows=windows if any(windows) else (),
+            rope_theta=rope.theta,
+            rope_scaling=rope.scaling,
+            local_rope=None if local is None else local.within(length),
+        )
 
     @property
     def default_feature_layers(self) -> tuple[int, int, int]:

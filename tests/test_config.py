@@ -61,7 +61,7 @@ def test_default_feature_layers(n, layers) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"rope_type": "yarn"}, "rope_type='yarn' is not supported; supported: 'linear', 'llama3'"),
+        ({"rope_type": "ntk"}, "rope_type='ntk' is not supported; supported: 'linear', 'dynamic'"),
         ({"rope_type": "linear", "factor": 0.5}, "factor=0.5"),
         ({"rope_type": "linear", "factor": float("nan")}, "factor=nan"),
         ({"rope_type": "llama3", "low_freq_factor": 4.0}, "low_freq_factor=4.0 must be below"),

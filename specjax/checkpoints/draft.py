@@ -179,7 +179,7 @@ def open_draft_model(
             f"draft={opened.name!r} has vocab_size={sizes[0]}, but model={target.name!r} has "
             f"vocab_size={sizes[1]}; a draft model needs the target's vocabulary"
         )
-    limit, context = opened.config.context_limit, context_length or target.config.context_limit
+    limit, context = opened.config.context_limit, target.config.context_length(context_length)
     if limit < context:
         raise ValueError(
             f"draft={opened.name!r} reads at most {limit} tokens, but the context has {context} "
@@ -274,9 +274,7 @@ def open_mtp(
     model = huggingface_config(path, target.config.dtype)
     check_pair(path / "config.json", model.vocab_size, model.hidden_size, target.config)
     theta = model.rope_theta if rope_theta is None else rope_theta
-    config = dataclasses.replace(
-        model, num_layers=num_modules, rope_theta=theta, sliding_window=None
-    )
+    config = dataclasses.replace(model, num_layers=num_modules, rope_theta=theta, windows=())
     return MtpCheckpoint(config, path, lambda: source)
 
 

@@ -140,7 +140,7 @@ def _published_head(config: DraftConfig) -> dict[str, Any]:
     return {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
-        "hidden_act": "silu",
+        "hidden_act": config.activation,
         **{name: values[ours] for name, ours in _PUBLISHED.items()},
         "eagle_config": {
             "eagle_aux_hidden_state_layer_ids": list(config.feature_layers),
@@ -166,7 +166,7 @@ def _published_block(config: BlockConfig) -> dict[str, Any]:
         "speculators_model_type": algorithm,
         "transformer_layer_config": {
             "model_type": "qwen3",
-            "hidden_act": "silu",
+            "hidden_act": config.activation,
             **{name: values[ours] for name, ours in _PUBLISHED.items() if ours in body},
             "layer_types": kinds,
             "sliding_window": window or None,

@@ -16,8 +16,8 @@ from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 from specjax.checkpoints.tensors import TensorInfo, TensorSource
 from specjax.config import ModelConfig, Rope, RopeScaling
 from specjax.json_file import Fields, PositiveSize, Size
-from specjax.models.layers import rope_frequencies
 from specjax.models.registry import FAMILIES, HOW_TO_ADD, family_of, target_recipes
+from specjax.models.rope import rope_frequencies
 from specjax.text.tokenizer import Tokenizer, set_template, unique_ids
 
 _STRING, _ARRAY = 8, 9
@@ -213,14 +213,14 @@ def gguf_config(file: GGUFFile, dtype: str) -> ModelConfig:
     if "token_embd.weight" not in file.tensors:
         raise ValueError(f"{file.path} has no tensor 'token_embd.weight'")
     theta = keys.get("rope.freq_base", float, 10000.0)
-    context = keys.get("context_length", Size)
+    context, count = keys.get("context_length", Size), keys.get("block_count", Size)
     window = keys.get("attention.sliding_window", Size, 0)
     values = {
         "model_type": arch,
         "vocab_size": file.tensors["token_embd.weight"].shape[0],
         "hidden_size": hidden,
         "intermediate_size": keys.get("feed_forward_length", Size),
-        "num_layers": keys.get("block_count", Size),
+        "num_layers": count,
         "num_heads": heads,
         "num_kv_heads": keys.get("attention.head_count_kv", Size, heads),
         "head_dim": head_dim,
@@ -235,7 +235,7 @@ def gguf_config(file: GGUFFile, dtype: str) -> ModelConfig:
         "mlp_bias": "blk.0.ffn_gate.bias" in file.tensors,
         "qk_norm": "blk.0.attn_q_norm.weight" in file.tensors,
         # a window as wide as the context never applies
-        "sliding_window": window if 0 < window < context else None,
+        "windows": (window,) * count if 0 < window < context else (),
         "eos_token_ids": eos_token_ids(file),
         "bos_token_id": file.metadata.get("tokenizer.ggml.bos_token_id", Size, None),
     }

@@ -6,14 +6,15 @@ Heads come in three formats: that of the original EAGLE repository, that of SGLa
 
 import logging
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from specjax.checkpoints.tensors import TensorSource, open_directory
-from specjax.config import DTYPES, DraftConfig, ModelConfig, RopeScaling
+from specjax.config import DTYPES, DraftConfig, ModelConfig
 from specjax.json_file import Fields, Flag, PositiveSize, Size
-from specjax.models.registry import FAMILIES, UNKNOWN
+from specjax.models.layers import ACTIVATIONS
+from specjax.models.registry import FAMILIES, WRAPPERS, refusal
+from specjax.models.rope import read_rope
 from specjax.text.tokenizer import find_eos_token_id, unique_ids
 
 logger = logging.getLogger(__name__)
@@ -24,31 +25,54 @@ _DTYPES = {name: name for name in DTYPES} | {"float16": "bfloat16", "float64": "
 
 def huggingface_config(directory: Path, dtype: str) -> ModelConfig:
     """Read ``config.json`` and the other JSON files of a directory."""
-    config = Fields.read(directory / "config.json")
-    model_type = config.get("model_type", str, None)
+    whole = Fields.read(directory / "config.json")
+    config, model_type = whole, whole.get("model_type", str, None)
+    is_wrapped = model_type in WRAPPERS
+    if is_wrapped:
+        config = whole.fields("text_config")
+        model_type = config.get("model_type", str, None)
     if model_type not in FAMILIES:
-        raise config.wrong("model_type", UNKNOWN)
+        raise config.wrong("model_type", refusal(model_type))
     family = FAMILIES[model_type]
-    if family.architecture not in (
-        config.get("architectures", list[str], []) or [family.architecture]
-    ):
+    named = whole.get("architectures", list[str], [])
+    if named and not is_wrapped and family.architecture not in named:
         demand = f"is not supported for model_type={model_type!r}; supported: {family.architecture}"
         raise config.wrong("architectures", demand)
-    values = layer_sizes(config, family.hidden_act) | {
+    stated = {key: value for key, value in config.values.items() if value is not None}
+    config = Fields({**family.defaults, **stated}, config.where)
+    check_unquantised(whole)
+    values = layer_sizes(config) | {
         "model_type": model_type,
         "vocab_size": config.get("vocab_size", Size),
         "num_layers": config.get("num_hidden_layers", Size),
         "max_position_embeddings": config.get("max_position_embeddings", Size),
-        "dtype": _resolve_dtype(config, directory) if dtype == "auto" else dtype,
+        "dtype": _resolve_dtype(whole, directory) if dtype == "auto" else dtype,
         "tie_word_embeddings": config.get("tie_word_embeddings", Flag, False),
-        "eos_token_ids": _eos_token_ids(config, directory),
-        "bos_token_id": next(iter(config.ids("bos_token_id")), None),
+        "eos_token_ids": _eos_token_ids(whole, directory),
+        "bos_token_id": next(iter(whole.ids("bos_token_id") or config.ids("bos_token_id")), None),
     }
+    if is_wrapped:  # their settings for the text model are often absent or wrong
+        values["tie_word_embeddings"] = "lm_head.weight" not in open_text(directory).infos
     return config.build(family.config, values | family.read(config))
 
 
-def layer_sizes(config: Fields, hidden_act: tuple[str, ...] = ("silu", "swish")) -> dict[str, Any]:
-    """Read the layer settings whose keys are the same for targets and draft heads."""
+def open_text(directory: Path) -> TensorSource:
+    """Open the tensors of a directory, of a model with images only those of its text model."""
+    source = open_directory(directory)
+    named = {text_name(name): name for name in source.infos if not _OF_IMAGES.match(name)}
+    infos = {name: source.infos[stored] for name, stored in named.items()}
+    return TensorSource(source.path, infos, lambda name: source.read(named[name]))
+
+
+def text_name(name: str) -> str:
+    """The name that a tensor of a model with images has in a text model."""
+    return name.replace("language_model.", "", 1)
+
+
+_OF_IMAGES = re.compile(r"(model\.)?(vision_tower|multi_modal_projector|vision_model)\.")
+
+
+def check_unquantised(config: Fields) -> None:
     quantization = config.fields("quantization_config")
     if quantization.values:
         method = quantization.get("quant_method", Any, None)
@@ -56,59 +80,34 @@ def layer_sizes(config: Fields, hidden_act: tuple[str, ...] = ("silu", "swish"))
             f"{config.where}: quantization_config (quant_method={method!r}) is not supported; use "
             "the float16, bfloat16 or float32 weights of the model, or a GGUF file"
         )
-    if config.get("hidden_act", str, hidden_act[0]) not in hidden_act:
-        raise config.wrong("hidden_act", f"is not supported; supported: {hidden_act[0]!r}")
+
+
+def layer_sizes(config: Fields) -> dict[str, Any]:
+    """Read the layer settings whose keys are the same for targets and draft heads."""
+    check_unquantised(config)
+    key = "hidden_activation" if "hidden_activation" in config else "hidden_act"
+    activation = config.get(key, str, "silu")
+    if activation not in ACTIVATIONS:
+        raise config.wrong(key, f"is not supported; supported: {sorted(ACTIVATIONS)}")
     heads = config.get("num_attention_heads", PositiveSize)
     hidden = config.get("hidden_size", Size)
-    theta, scaling = _read_rope(config)
+    head_dim = config.get("head_dim", Size, hidden // heads)
     return {
         "hidden_size": hidden,
         "intermediate_size": config.get("intermediate_size", Size),
         "num_heads": heads,
         "num_kv_heads": config.get("num_key_value_heads", Size, heads),
-        "head_dim": config.get("head_dim", Size, hidden // heads),
+        "head_dim": head_dim,
+        "activation": activation,
         "rms_norm_eps": config.get("rms_norm_eps", float, 1e-6),
-        "rope_theta": theta,
-        "rope_scaling": scaling,
+        **read_rope(config, head_dim),
     }
-
-
-def _read_rope(config: Fields) -> tuple[float, RopeScaling | None]:
-    """Return the rotary base and scaling from a ``config.json``.
-
-    transformers 4 writes ``rope_theta`` and ``rope_scaling``; transformers 5 writes
-    ``rope_parameters``. In both, ``rope_theta`` defaults to 10000 for the supported families.
-    """
-    new, old = config.fields("rope_parameters"), config.fields("rope_scaling")
-    for key, place in (("rope_parameters", new), ("rope_scaling", old)):
-        if any(isinstance(value, Mapping) for value in place.values.values()):
-            raise config.wrong(key, "must be one set of parameters for all layers")
-    parameters = new if new.values else old
-    for place in (parameters, config):
-        if place.get("partial_rotary_factor", float, 1.0) != 1.0:
-            raise place.wrong("partial_rotary_factor", "is not supported; only 1.0 is")
-    theta = parameters.get("rope_theta", float, config.get("rope_theta", float, 10000.0))
-    return theta, _scaling(parameters)
-
-
-def _scaling(parameters: Fields) -> RopeScaling | None:
-    rope_type = parameters.get("rope_type", str, parameters.get("type", str, "default"))
-    if rope_type == "default":
-        return None
-    # build() rejects an unknown type
-    llama3 = ("factor", "low_freq_factor", "high_freq_factor")
-    names = {"linear": llama3[:1], "llama3": llama3}.get(rope_type, ())
-    values = {"rope_type": rope_type} | {name: parameters.get(name, float) for name in names}
-    if rope_type == "llama3":
-        length = "original_max_position_embeddings"
-        values[length] = parameters.get(length, PositiveSize)
-    return parameters.build(RopeScaling, values)
 
 
 def _resolve_dtype(config: Fields, directory: Path) -> str:
     named = config.get("dtype", str, config.get("torch_dtype", str, "auto")).removeprefix("torch.")
     if named == "auto":
-        info = open_directory(directory).infos.get("model.norm.weight")
+        info = open_text(directory).infos.get("model.norm.weight")
         if info is None:
             raise ValueError(f"{directory} has no tensor 'model.norm.weight'")
         named = info.dtype

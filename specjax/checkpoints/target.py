@@ -10,8 +10,8 @@ from functools import partial
 from pathlib import Path
 
 from specjax.checkpoints.gguf import GGUFFile, gguf_config, gguf_source, tokenizer_from_gguf
-from specjax.checkpoints.huggingface import huggingface_config
-from specjax.checkpoints.tensors import Checkpoint, open_directory
+from specjax.checkpoints.huggingface import huggingface_config, open_text, text_name
+from specjax.checkpoints.tensors import Checkpoint
 from specjax.config import DTYPES, ModelConfig
 from specjax.json_file import read_text
 from specjax.models.family import MTP_PREFIX
@@ -164,6 +164,10 @@ class TargetCheckpoint(Checkpoint[ModelConfig]):
             f"{config.hidden_size}, vocabulary {config.vocab_size}, dtype {config.dtype}"
         )
 
+    def canonical_name(self, name: str) -> str:
+        """Map the name that a tensor has in a model with images to that in a text model."""
+        return text_name(name)
+
     def is_ignored(self, name: str) -> bool:
         """Whether the tensor is a copy of tied embeddings or belongs to an MTP module."""
         is_copy = self.config.tie_word_embeddings and name == "lm_head.weight"
@@ -197,5 +201,5 @@ def open_target(
         config = gguf_config(file, dtype)
         source = partial(gguf_source, file, config)
         return TargetCheckpoint(config, path, source, name, partial(tokenizer_from_gguf, file))
-    config, source = huggingface_config(path, dtype), partial(open_directory, path)
+    config, source = huggingface_config(path, dtype), partial(open_text, path)
     return TargetCheckpoint(config, path, source, name, partial(Tokenizer.from_pretrained, path))

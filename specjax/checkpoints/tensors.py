@@ -261,7 +261,7 @@ def _transpose_into(out: np.ndarray, tensor: np.ndarray) -> None:
 
 def make_weight(recipe: Recipe, source: TensorSource, dtype: np.dtype) -> np.ndarray:
     if not recipe.transpose:
-        arrays = [cast(source.read(part.name), dtype) for part in recipe.parts]
+        arrays = [cast(part.arranged(source.read(part.name)), dtype) for part in recipe.parts]
         array = np.concatenate(arrays) if len(arrays) > 1 else arrays[0]
         # return an owned, writable array: a view would keep the memory map of its file alive
         return array if array.flags.owndata and array.flags.c_contiguous else array.copy()
@@ -269,7 +269,7 @@ def make_weight(recipe: Recipe, source: TensorSource, dtype: np.dtype) -> np.nda
     start = 0
     for part in recipe.parts:
         stop = start + part.shape[0]
-        tensor = np.ascontiguousarray(cast(source.read(part.name), dtype))
+        tensor = np.ascontiguousarray(cast(part.arranged(source.read(part.name)), dtype))
         _transpose_into(out[:, start:stop], tensor)
         start = stop
     return out

@@ -16,10 +16,9 @@ from specjax.disaggregation.decode import TRANSIT_TOKENS
 from specjax.engine.args import EngineArgs
 from specjax.kernels.invariant_attention import HEAD_DIMS, MAX_ROWS
 from specjax.kv.budget import KVWrites
-from specjax.kv.pages import ATTENTION_OPTIONS
 from specjax.metrics import METRICS, Totals
 from specjax.models.flat import Networks, Placement
-from specjax.models.registry import check_attention, layer_kinds
+from specjax.models.registry import layer_kinds
 from specjax.runtime import runner_config as sizing
 from specjax.types import DraftShape
 
@@ -129,6 +128,8 @@ def check_deterministic(config: ModelConfig, placement: Placement) -> None:
             f"needs multiples of 16 as hidden_size={config.hidden_size} and "
             f"intermediate_size={config.intermediate_size}"
         )
+    elif options := next(filter(None, (k.attention_options for k in layer_kinds(config))), None):
+        reason = f"does not support the attention options {sorted(options)} of the model's layers"
     if reason:
         raise ValueError(f"enable_deterministic_inference=True {reason}")
 
@@ -149,15 +150,13 @@ def plan_engine(args: EngineArgs) -> EnginePlan:
     args.check_simulation(shapes)
     context_length = target.config.context_length(args.context_length)
     if args.enable_deterministic_inference:
-        check_deterministic(target.config, placement)
+        check_deterministic(target.config.within(context_length), placement)
     networks = args.algorithm.networks(
         target.config.within(context_length),
         drafts[0].config if drafts else None,
         deterministic=args.enable_deterministic_inference,
         placement=placement,
     )
-    for model in networks.models:
-        check_attention(model, ATTENTION_OPTIONS)
     slots = args.max_running_requests or (4 if on_cpu else 32)
     chunk = args.chunked_prefill_size or sizing.DEFAULT_CHUNK
     if on_cpu:

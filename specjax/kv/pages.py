@@ -18,10 +18,9 @@ from specjax.kernels.kv_rows import move_kv
 from specjax.kernels.prefill_attention import prefill_attention, running_sums
 from specjax.kernels.rope_store import rope_store
 from specjax.kernels.tree_attention import tree_attention
-from specjax.models.layers import RopeTables, Store
+from specjax.models.layers import Store
+from specjax.models.rope import RopeTables
 
-# options of an ``Attend`` that both kinds of attention here support; ``attend`` also has ``window``
-ATTENTION_OPTIONS: tuple[str, ...] = ()
 INVARIANT_FORMS: dict[Callable[..., Array], Callable[..., Array]] = {
     tree_attention: invariant_tree_attention,
     prefill_attention: invariant_prefill_attention,
@@ -50,16 +49,25 @@ class PageView:
         return self.attend(seq_lens, rows).store
 
     def attend(
-        self, seq_lens: Array, rows: int, *, tree_mask: Array | None = None, first: int = 0
+        self,
+        seq_lens: Array,
+        rows: int,
+        *,
+        tree_mask: Array | None = None,
+        positions: Array | None = None,
+        first: int = 0,
     ) -> "PagedAttend":
         """Make an ``Attend`` that stores T = ``rows`` new tokens and attends over all tokens.
 
         ``tree_mask`` is bool ``[B, T, U]`` over the U tokens after ``seq_lens`` i32 ``[B]``, or
         ``None`` for causal attention. Earlier calls stored the first ``first`` of the U tokens.
+        ``positions`` i32 ``[B, T]`` are those of the rows of a tree, whose mask selects ancestors.
         """
-        positions = seq_lens[:, None] + jnp.arange(first, first + rows, dtype=jnp.int32)
-        attention = self._over_pages(tree_attention, seq_lens=seq_lens, tree_mask=tree_mask)
-        return PagedAttend(self.kv_indices(positions), attention, self.implementation)
+        slots = seq_lens[:, None] + jnp.arange(first, first + rows, dtype=jnp.int32)
+        attention = self._over_pages(
+            tree_attention, seq_lens=seq_lens, tree_mask=tree_mask, positions=positions
+        )
+        return PagedAttend(self.kv_indices(slots), attention, self.implementation)
 
     def move(self, kv: Array, seq_lens: Array, path: Array) -> Array:
         """Move the KV of rows ``path`` i32 ``[B, A]`` to rows 0 to A - 1; ``path[:, 0]`` is 0.
@@ -72,12 +80,16 @@ class PageView:
         return move_kv(kv, source, destination, implementation=self.implementation)
 
     def attend_packed(
-        self, segments: "Segments", *, tree_mask: Array | None = None
+        self,
+        segments: "Segments",
+        *,
+        tree_mask: Array | None = None,
+        positions: Array | None = None,
     ) -> "PagedAttend":
         """Make an ``Attend`` for one row ``[1, W]`` that holds a segment of each request.
 
         ``tree_mask`` is bool ``[B, T, T]`` over the first T tokens of each segment, which has no
-        more of them, or ``None`` for causal attention.
+        more of them and ``positions`` i32 ``[B, T]``, or ``None`` for causal attention.
         """
         index = segments.positions // self.page_size
         pages = self.page_table.at[segments.index, index].get(mode="fill", fill_value=0)
@@ -86,7 +98,9 @@ class PageView:
         starts, counts = segments.starts, segments.counts
         if tree_mask is not None:
             # attention is a small part of a verify pass, so attend with all T rows of each request
-            by_tree = self._over_pages(tree_attention, seq_lens=starts, tree_mask=tree_mask)
+            by_tree = self._over_pages(
+                tree_attention, seq_lens=starts, tree_mask=tree_mask, positions=positions
+            )
 
             def tree_rows(q: Array, kv: Array, layer: int, **options: Any) -> Array:
                 spread = segments.spread(q, tree_mask.shape[1])
@@ -105,6 +119,7 @@ class PageView:
     ) -> Callable[..., Array]:
         if self.implementation in INVARIANT:
             attention = INVARIANT_FORMS[attention]
+            segments.pop("positions", None)  # of windows, which they do not have
         return partial(
             attention,
             page_table=self.page_table,

@@ -38,8 +38,8 @@ from specjax.models.layers import (
     Linear,
     RMSNorm,
     Store,
-    rope_tables,
 )
+from specjax.models.rope import rope_tables
 
 
 class MarkovHead(nnx.Module):

@@ -14,8 +14,9 @@ from jax import Array
 
 from specjax.config import ModelConfig
 from specjax.kernels.backend import resolve
-from specjax.models.layers import Attend, DecoderLayer, Embedding, Linear, RMSNorm, rope_tables
+from specjax.models.layers import Attend, DecoderLayer, Embedding, Linear, RMSNorm
 from specjax.models.registry import layer_kinds
+from specjax.models.rope import rope_tables
 from specjax.models.weights import dot, take_outputs
 
 
@@ -50,6 +51,8 @@ class CausalLM(nnx.Module):
         empty, the feature is the hidden state, as in EAGLE-1/2.
         """
         x = self.embedding(tokens)
+        if self.config.embedding_scale != 1.0:
+            x = x * jnp.asarray(self.config.embedding_scale, x.dtype)
         delta: Array | None = None
         ropes = dict.fromkeys(layer.kind.rope for layer in self.layers)
         tables = {rope: rope_tables(rope, positions) for rope in ropes}
@@ -72,14 +75,21 @@ class CausalLM(nnx.Module):
     def logits(self, hidden: Array) -> Array:
         """Float32 logits ``[..., V]`` of final hidden states ``[..., D]``."""
         if self.lm_head is None:
-            return self.embedding.attend(hidden)
-        return self.lm_head(hidden, jnp.float32)
+            return self._shaped(self.embedding.attend(hidden))
+        return self._shaped(self.lm_head(hidden, jnp.float32))
 
     def logits_of(self, hidden: Array, tokens: Array) -> Array:
         """Float32 logits ``[..., W]`` of selected token ids i32 ``[W]``."""
         if self.lm_head is None:
-            return dot(hidden, self.embedding.table[...][tokens].T, jnp.float32)
-        return dot(hidden, take_outputs(self.lm_head.kernel[...], tokens), jnp.float32)
+            return self._shaped(dot(hidden, self.embedding.table[...][tokens].T, jnp.float32))
+        kernel = take_outputs(self.lm_head.kernel[...], tokens)
+        return self._shaped(dot(hidden, kernel, jnp.float32))
+
+    def _shaped(self, logits: Array) -> Array:
+        """Apply the scale and the soft limit of the family."""
+        scale, cap = self.config.logit_scale, self.config.logit_softcap
+        logits = logits if scale == 1.0 else logits * scale
+        return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
 class TargetVocabulary:

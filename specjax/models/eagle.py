@@ -35,9 +35,9 @@ from specjax.models.layers import (
     RMSNorm,
     Store,
     pick_row,
-    rope_tables,
 )
 from specjax.models.registry import layer_kinds
+from specjax.models.rope import rope_tables
 
 
 class DraftVocabulary(nnx.Variable):

@@ -1,21 +1,32 @@
 """Describe a model family, and the checkpoint tensors that make up each weight."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
+
+import numpy as np
 
 from specjax.config import BlockConfig, DraftConfig, Dtypes, ModelConfig, TransformerConfig
 from specjax.json_file import Fields, Flag, Size
 from specjax.models.layers import LayerKind
+from specjax.models.rope import rotated_rows
 from specjax.models.weights import is_quantised
 
 
 @dataclass(frozen=True)
 class Part:
-    """A checkpoint tensor that fills a slice of a weight; ``shape`` is that of the tensor."""
+    """A checkpoint tensor that fills a slice of a weight; ``shape`` is that of the tensor.
+
+    ``rows`` is the order in which the weight has the tensor's rows, if it differs.
+    """
 
     name: str
     shape: tuple[int, ...]
+    rows: np.ndarray | None = field(default=None, compare=False)
+
+    def arranged(self, tensor: np.ndarray) -> np.ndarray:
+        """The tensor with its rows in the order of the weight."""
+        return tensor if self.rows is None else tensor[self.rows]
 
 
 @dataclass(frozen=True)
@@ -135,20 +146,72 @@ def _projections(
     qkv = {f"{prefix}self_attn.{letter}_proj": width for letter, width in widths.items()}
     gate_up = {f"{prefix}mlp.{name}_proj": inner for name in ("gate", "up")}
     output, down = {f"{prefix}self_attn.o_proj": size}, {f"{prefix}mlp.down_proj": size}
-    norms = {f"{flat}attention.{x}_norm": f"{prefix}self_attn.{x}_norm" for x in "qk"}
+    norms: dict[str, Recipe] = {}
+    if kind.qk_norm or kind.joint_qk_norm:
+        for x, width in ("q", q_size), ("k", kv_size):
+            name = {f"{flat}attention.{x}_norm": f"{prefix}self_attn.{x}_norm"}
+            norms |= vectors(config.head_dim if kind.qk_norm else width, name)
     return (
         linear(f"{flat}attention.qkv", qkv, in_size, dtypes, bias=kind.qkv_bias)
         | linear(f"{flat}attention.output", output, q_size, dtypes, bias=kind.output_bias)
         | linear(f"{flat}mlp.gate_up", gate_up, size, dtypes, bias=kind.mlp_bias)
         | linear(f"{flat}mlp.down", down, inner, dtypes, bias=kind.mlp_bias)
-        | vectors(config.head_dim, norms if kind.qk_norm else {})
+        | norms
     )
 
 
+def renamed(recipes: Mapping[str, Recipe], names: Mapping[str, str]) -> dict[str, Recipe]:
+    """Replace parts of dotted tensor names, all at once."""
+
+    def name_of(part: Part) -> str:
+        return ".".join(names.get(word, word) for word in part.name.split("."))
+
+    return {
+        flat: replace(recipe, parts=tuple(replace(p, name=name_of(p)) for p in recipe.parts))
+        for flat, recipe in recipes.items()
+    }
+
+
+def fused(recipes: dict[str, Recipe], flat: str, name: str) -> None:
+    """Read the weights ``flat.*`` from one stored projection ``name`` instead of several."""
+    for weight in [weight for weight in recipes if weight.startswith(f"{flat}.")]:
+        parts = recipes[weight].parts
+        kind, sizes = parts[0].name.rpartition(".")[2], [part.shape[0] for part in parts]
+        starts = np.cumsum([0, *sizes[:-1]])
+        orders = [
+            np.arange(n) if p.rows is None else p.rows for n, p in zip(sizes, parts, strict=True)
+        ]
+        rows = None
+        if any(part.rows is not None for part in parts):
+            rows = np.concatenate(
+                [start + order for start, order in zip(starts, orders, strict=True)]
+            )
+        joined = Part(f"{name}.{kind}", (sum(sizes), *parts[0].shape[1:]), rows)
+        recipes[weight] = replace(recipes[weight], parts=(joined,))
+
+
+def rotated_in_part(
+    config: ModelConfig, recipes: dict[str, Recipe], flat: str, *, interleaved: bool
+) -> None:
+    """Reorder the stored queries and keys of a layer as the rotation expects them."""
+    dim, counts = config.head_dim, (config.num_heads, config.num_kv_heads)
+    rotated = dim if config.rotary_dim is None else config.rotary_dim
+    orders = [rotated_rows(n, dim, rotated, interleaved=interleaved) for n in counts]
+    for weight in [weight for weight in recipes if weight.startswith(f"{flat}attention.qkv.")]:
+        query, key, value = recipes[weight].parts
+        parts = (replace(query, rows=orders[0]), replace(key, rows=orders[1]), value)
+        recipes[weight] = replace(recipes[weight], parts=parts)
+
+
 def alike(config: ModelConfig, **differences: Any) -> tuple[LayerKind, ...]:
-    """Describe layers that are all of one kind."""
-    kind = LayerKind.of(config, window=config.sliding_window, **differences)
-    return (kind,) * config.num_layers
+    """Describe layers that differ only in their windows, and in ``local_rope`` if there is one."""
+
+    def kind(window: int) -> LayerKind:
+        rope = {"rope": config.local_rope} if window and config.local_rope else {}
+        options = {"scale": config.attention_scale, "softcap": config.attention_softcap}
+        return LayerKind.of(config, **{"window": window or None, **options, **rope, **differences})
+
+    return tuple(map(kind, config.windows or (0,) * config.num_layers))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,7 +226,7 @@ class Family:
     # ``flat``, and the names of stored tensors with ``prefix``
     recipe: Callable[[ModelConfig, LayerKind, str, str], dict[str, Recipe]] = decoder_layer
     config: type[ModelConfig] = ModelConfig
-    hidden_act: tuple[str, ...] = ("silu", "swish")  # names of the activation in config.json
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # keys that config.json may omit
     # order of query and key rows in GGUF files: "halves" or "interleaved"; None: not supported
     gguf: str | None = None
 
@@ -173,22 +236,15 @@ def attention_biases(config: Fields) -> dict[str, Any]:
     return {"qkv_bias": has_bias, "output_bias": has_bias}
 
 
-def sliding_window(config: Fields) -> int | None:
-    """The attention window of all layers, or None if the context never exceeds it."""
-    window = config.get("sliding_window", Size, 0)
-    if not window:
-        return None
-    num_layers = config.get("num_hidden_layers", Size)
-    if kinds := config.get("layer_types", list[str], []):
-        count = kinds.count("sliding_attention")
-    else:
-        first = config.get("max_window_layers", Size, 0) if "use_sliding_window" in config else 0
-        count = max(0, num_layers - first)
-    if not count or window >= config.get("max_position_embeddings", Size):
-        return None
-    if count < num_layers:
-        raise ValueError(
-            f"{config.where}: a sliding window in {count} of {num_layers} layers is not supported; "
-            "all layers or none must have one"
-        )
-    return int(window)
+def layer_windows(config: Fields, slides: Callable[[int], bool]) -> dict[str, Any]:
+    """Read the windows of layers; ``slides(i)`` says which have one without ``layer_types``."""
+    window, count = config.get("sliding_window", Size, 0), config.get("num_hidden_layers", Size)
+    kinds = config.get("layer_types", list[str], [])
+    if unknown := sorted(set(kinds) - {"sliding_attention", "full_attention"}):
+        raise config.wrong("layer_types", f"has kinds {unknown} that are not supported")
+    if kinds and len(kinds) != count:
+        raise config.wrong("layer_types", f"must name the kinds of {count} layers")
+    if not window or window >= config.get("max_position_embeddings", Size):
+        return {}
+    are = [kind == "sliding_attention" for kind in kinds] or [slides(i) for i in range(count)]
+    return {"windows": tuple(window if is_local else 0 for is_local in are)} if any(are) else {}

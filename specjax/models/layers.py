@@ -9,28 +9,19 @@ precision, because the default on a GPU is TF32.
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax import Array
 
 from specjax.config import Dtypes, Rope, TransformerConfig
 from specjax.kernels.add_norm import add_norm, rms_norm, whole
 from specjax.kernels.backend import INVARIANT, resolve
-from specjax.kernels.rope_store import Norms, normed, rotate
+from specjax.kernels.rope_store import normed, rotate
+from specjax.models.rope import RopeTables
 from specjax.models.weights import dot, dot_transposed, partial_dot, take_outputs, zero_kernel
-
-
-class RopeTables(NamedTuple):
-    """Cosine and sine f32 ``[B, T, 1, H / 2]`` that rotate queries and keys, and their norms."""
-
-    cos: Array
-    sin: Array
-    norms: Norms | None = None  # applied to each head before the rotation
-
 
 # attend(kv, layer, q [B,T,N,H], k [B,T,KV,H], v [B,T,KV,H], rope, **options) -> (kv, output in the
 # shape of q). It normalises and rotates q and k, stores k and v in `kv` of any type, and returns
@@ -43,8 +34,11 @@ Store = Callable[[Any, int, Array, Array, RopeTables], Any]
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
+    "swish": jax.nn.silu,
     "gelu": partial(jax.nn.gelu, approximate=False),
     "gelu_pytorch_tanh": partial(jax.nn.gelu, approximate=True),
+    "gelu_new": partial(jax.nn.gelu, approximate=True),
+    "relu": jax.nn.relu,
 }
 
 
@@ -62,10 +56,12 @@ class LayerKind:
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: bool = False
+    qk_norm: bool = False  # of each query and key head
+    joint_qk_norm: bool = False  # of all query heads together, and all key heads
     pre_norm: bool = True
     post_norm: bool = False
     norm_offset: float = 0.0  # added to the stored scale of a norm
+    residual_scale: float = 1.0  # multiplies the outputs of attention and feed-forward
     scale: float | None = None  # multiplies attention scores; None is H ** -0.5
     window: int | None = None  # number of keys that a query sees, up to and including its own
     softcap: float | None = None  # soft limit of attention scores
@@ -141,8 +137,10 @@ class RMSNorm(nnx.Module):
 
     @property
     def factor(self) -> Array:
-        """Multiplier ``[size]`` of the normalised values."""
-        return self.scale[...] + self.offset if self.offset else self.scale[...]
+        """Multiplier ``[size]`` of the normalised values, in float32 if there is an offset."""
+        # bfloat16 would round 1 + w to 8 bits, and so lose most of w
+        scale = self.scale[...]
+        return scale.astype(jnp.float32) + self.offset if self.offset else scale
 
     def __call__(self, x: Array) -> Array:
         if self.implementation in INVARIANT:
@@ -172,31 +170,6 @@ class Embedding(nnx.Module):
     def attend(self, x: Array) -> Array:
         """Float32 logits ``[..., V]`` of hidden states ``[..., D]``."""
         return dot_transposed(x, self.table[...], self.implementation)
-
-
-def rope_frequencies(rope: Rope) -> np.ndarray:
-    """Inverse rotary frequencies, float32 ``[H / 2]``.
-
-    As in the Llama 3.1 release, ``llama3`` scaling keeps high frequencies, divides low ones by
-    ``factor``, and blends in between.
-    """
-    head_dim, theta, scaling = rope
-    inverse = 1.0 / theta ** (np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
-    if scaling is None or scaling.rope_type == "linear":
-        return (inverse / (1.0 if scaling is None else scaling.factor)).astype(np.float32)
-    original = scaling.original_max_position_embeddings
-    wavelength = 2 * np.pi / inverse
-    smooth = (original / wavelength - scaling.low_freq_factor) / (
-        scaling.high_freq_factor - scaling.low_freq_factor
-    )
-    blend = np.clip(smooth, 0.0, 1.0)
-    return ((1 - blend) * inverse / scaling.factor + blend * inverse).astype(np.float32)
-
-
-def rope_tables(rope: Rope, positions: Array) -> RopeTables:
-    """Cosine and sine, float32 ``[B, T, 1, H / 2]``, for integer positions ``[B, T]``."""
-    angles = positions.astype(jnp.float32)[..., None, None] * rope_frequencies(rope)
-    return RopeTables(jnp.cos(angles), jnp.sin(angles))
 
 
 def rotated(attend: Attend) -> Attend:
@@ -238,9 +211,10 @@ class Attention(nnx.Module):
         linear = partial(Linear, dtypes=kind.dtypes, implementation=implementation)
         self.qkv = linear(in_size, (heads + 2 * kv_heads) * dim, bias=kind.qkv_bias)
         self.output = linear(heads * dim, config.hidden_size, bias=kind.output_bias)
-        norm = partial(RMSNorm, config, dim, offset=kind.norm_offset)
-        self.q_norm = norm() if kind.qk_norm else None
-        self.k_norm = norm() if kind.qk_norm else None
+        norm = partial(RMSNorm, config, offset=kind.norm_offset, implementation=implementation)
+        has_norms, of_head = kind.qk_norm or kind.joint_qk_norm, kind.qk_norm
+        self.q_norm = norm(dim if of_head else heads * dim) if has_norms else None
+        self.k_norm = norm(dim if of_head else kv_heads * dim) if has_norms else None
         sinks = jnp.zeros((heads,), kind.dtypes.activations)
         self.sinks = nnx.Param(sinks) if kind.sinks else None
 
@@ -262,11 +236,18 @@ class Attention(nnx.Module):
         joined = joined.reshape(*joined.shape[:-1], heads + 2 * kv_heads, dim)
         q, k, v = jnp.split(joined, (heads, heads + kv_heads), axis=-2)
         factor = 1.0 if self.kind.scale is None else self.kind.scale * dim**0.5
-        if self.q_norm is not None and self.k_norm is not None:
+        if self.q_norm is not None and self.k_norm is not None and self.kind.joint_qk_norm:
+            q, k, v = (whole(y, x.ndim + 1, x.dtype) for y in (q, k, v))
+            q = self.q_norm(q.reshape(*x.shape[:-1], -1)).reshape(q.shape)
+            k = self.k_norm(k.reshape(*x.shape[:-1], -1)).reshape(k.shape)
+        elif self.q_norm is not None and self.k_norm is not None:
             q_scale = self.q_norm.factor if factor == 1.0 else self.q_norm.factor * factor
             rope = rope._replace(norms=(q_scale, self.k_norm.factor, self.k_norm.eps))
-        elif factor != 1.0:
+            factor = 1.0
+        if factor != 1.0:
             q = q * factor
+        if rope.query_scale is not None:
+            q = (q * rope.query_scale).astype(q.dtype)
         options = self.kind.attention_options
         if self.sinks is not None:
             options["sinks"] = self.sinks[...]
@@ -347,9 +328,15 @@ class DecoderLayer(nnx.Module):
         """
         x, normed = _add_norm(self.input_norm, x, delta)
         mixed, kv = self.attention(normed, rope, kv, layer, attend, row)
-        mixed = _output_norm(self.attention_output_norm, x, mixed)
+        mixed = self._output(self.attention_output_norm, x, mixed)
         middle, normed = _add_norm(self.post_attention_norm, pick_row(x, row), mixed)
-        return x, middle, _output_norm(self.mlp_output_norm, x, self.mlp(normed)), kv
+        return x, middle, self._output(self.mlp_output_norm, x, self.mlp(normed)), kv
+
+    def _output(self, norm: RMSNorm | None, x: Array, delta: Array) -> Array:
+        """The value that a block adds to ``x``."""
+        delta = delta if norm is None else norm(whole(delta, x.ndim, x.dtype))
+        factor = self.kind.residual_scale
+        return delta if factor == 1.0 else delta * factor
 
 
 def _add_norm(norm: RMSNorm | None, x: Array, delta: Array | None) -> tuple[Array, Array]:
@@ -358,8 +345,3 @@ def _add_norm(norm: RMSNorm | None, x: Array, delta: Array | None) -> tuple[Arra
         return norm.add(x, delta)
     x = x if delta is None else x + whole(delta, x.ndim, x.dtype)
     return x, x
-
-
-def _output_norm(norm: RMSNorm | None, x: Array, delta: Array) -> Array:
-    """The value that a block adds to ``x``."""
-    return delta if norm is None else norm(whole(delta, x.ndim, x.dtype))

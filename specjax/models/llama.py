@@ -1,18 +1,34 @@
-"""Llama 2 and 3.x, and Mistral."""
+"""Llama 2 and 3.x, and families that differ from it in sizes and scales only."""
 
 from typing import Any
 
 from specjax.json_file import Fields, Flag
-from specjax.models.family import Family, attention_biases, sliding_window
+from specjax.models.family import Family, attention_biases, layer_windows
 
 
 def _llama(config: Fields) -> dict[str, Any]:
     return attention_biases(config) | {"mlp_bias": config.get("mlp_bias", Flag, False)}
 
 
+def _granite(config: Fields) -> dict[str, Any]:
+    return _llama(config) | {
+        "embedding_scale": config.get("embedding_multiplier", float, 1.0),
+        "residual_scale": config.get("residual_multiplier", float, 1.0),
+        "attention_scale": config.get("attention_multiplier", float, 1.0),
+        "logit_scale": 1.0 / config.get("logits_scaling", float, 1.0),
+    }
+
+
 def _mistral(config: Fields) -> dict[str, Any]:
-    return {"sliding_window": sliding_window(config)}
+    return layer_windows(config, lambda i: True)
 
 
 LLAMA = Family(architecture="LlamaForCausalLM", read=_llama, gguf="interleaved")
+GRANITE = Family(architecture="GraniteForCausalLM", read=_granite)
 MISTRAL = Family(architecture="MistralForCausalLM", read=_mistral)
+MINISTRAL = Family(architecture="MinistralForCausalLM", read=_mistral)
+MINISTRAL3 = Family(
+    architecture="Ministral3ForCausalLM",
+    read=_mistral,
+    defaults={"head_dim": 128, "rms_norm_eps": 1e-5},
+)

@@ -2,13 +2,14 @@
 
 from typing import Any
 
-from specjax.json_file import Fields, Flag
-from specjax.models.family import Family, attention_biases, sliding_window
+from specjax.json_file import Fields, Flag, Size
+from specjax.models.family import Family, attention_biases, layer_windows
 
 
 def _window(config: Fields) -> dict[str, Any]:
+    first = config.get("max_window_layers", Size, 28)
     is_on = config.get("use_sliding_window", Flag, False)
-    return {"sliding_window": sliding_window(config) if is_on else None}
+    return layer_windows(config, lambda i: i >= first) if is_on else {}
 
 
 def _qwen2(config: Fields) -> dict[str, Any]:

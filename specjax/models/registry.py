@@ -1,44 +1,68 @@
 """The model families by ``model_type``. To add one, write a file and add a line here."""
 
-from collections.abc import Collection
-
 from specjax.checks import refused
 from specjax.config import ModelConfig
 from specjax.models.family import MTP_PREFIX, Family, Part, Recipe, Recipes, linear, vectors
+from specjax.models.gemma import GEMMA, GEMMA2, GEMMA3
+from specjax.models.glm import GLM, GLM4
 from specjax.models.layers import LayerKind
-from specjax.models.llama import LLAMA, MISTRAL
+from specjax.models.llama import GRANITE, LLAMA, MINISTRAL, MINISTRAL3, MISTRAL
+from specjax.models.olmo import OLMO2, OLMO3
+from specjax.models.phi import PHI3
 from specjax.models.qwen import MIMO, QWEN2, QWEN3
+from specjax.models.smollm3 import SMOLLM3
 
 FAMILIES: dict[str, Family] = {
     "llama": LLAMA,
     "mistral": MISTRAL,
+    "ministral": MINISTRAL,
+    "ministral3": MINISTRAL3,
     "qwen2": QWEN2,
     "qwen3": QWEN3,
     "mimo": MIMO,
+    "gemma": GEMMA,
+    "gemma2": GEMMA2,
+    "gemma3_text": GEMMA3,
+    "phi3": PHI3,
+    "olmo2": OLMO2,
+    "olmo3": OLMO3,
+    "granite": GRANITE,
+    "smollm3": SMOLLM3,
+    "glm": GLM,
+    "glm4": GLM4,
 }
+# models that also read images; only their text model, ``text_config``, is loaded
+WRAPPERS = ("gemma3", "mistral3")
 HOW_TO_ADD = "docs/extending.md shows how to add a model family"
 UNKNOWN = f"must be one of {sorted(FAMILIES)}; {HOW_TO_ADD}"
+# what is missing for families that people ask for
+_REASONS = {
+    "mixtures of experts": "deepseek_v2 deepseek_v3 ernie4_5_moe glm4_moe gpt_oss granitemoe "
+    "llama4 llama4_text mixtral olmoe phimoe qwen2_moe qwen3_moe qwen3_5_moe",
+    "layers with a recurrent state": "bamba falcon_h1 falcon_mamba granitemoehybrid jamba lfm2 "
+    "mamba mamba2 nemotron_h qwen3_5 qwen3_5_text qwen3_next recurrent_gemma zamba2",
+    "LayerNorm layers": "cohere cohere2 falcon gpt2 gpt_neox nemotron olmo opt phi stablelm "
+    "starcoder2",
+    "per-layer embeddings": "gemma3n gemma3n_text gemma4 gemma4_text",
+}
+
+
+def refusal(model_type: str | None) -> str:
+    """Say why a family is not supported, and which ones are."""
+    for reason, names in _REASONS.items():
+        if model_type in names.split():
+            return f"needs {reason}, which are not supported yet; it {UNKNOWN}"
+    return UNKNOWN
 
 
 def family_of(config: ModelConfig) -> Family:
     if config.model_type not in FAMILIES:
-        raise refused("model_type", config.model_type, UNKNOWN)
+        raise refused("model_type", config.model_type, refusal(config.model_type))
     return FAMILIES[config.model_type]
 
 
 def layer_kinds(config: ModelConfig) -> tuple[LayerKind, ...]:
     return family_of(config).layers(config)
-
-
-def check_attention(config: ModelConfig, computed: Collection[str]) -> None:
-    """Raise ValueError if a layer needs an attention option that is not in ``computed``."""
-    for i, kind in enumerate(layer_kinds(config)):
-        given = kind.attention_options
-        if unknown := {name: given[name] for name in given if name not in computed}:
-            raise ValueError(
-                f"model_type={config.model_type!r}: layer {i} needs attention options {unknown}, "
-                f"but paged attention supports only {sorted(computed)}"
-            )
 
 
 def target_recipes(config: ModelConfig) -> Recipes:

@@ -178,7 +178,9 @@ def draft_tree(
     hidden = jnp.repeat(first.hidden[:, None], topk, axis=1)
     for level in range(shape.steps - 1):
         positions = jnp.broadcast_to(begin[:, None] + level, ids.shape)
-        attend = batch.pages.attend(begin, topk, tree_mask=mask, first=level * topk)
+        attend = batch.pages.attend(
+            begin, topk, tree_mask=mask, positions=positions, first=level * topk
+        )
         hidden, state = step(level, ids, hidden, positions, state, attend)
         probs, found = best_tokens(batch, hidden, positions + (2 - start), topk)
         factors.append(probs.reshape(own.shape[0], -1))

@@ -96,10 +96,12 @@ def run_target(
     drafts, positions, rows = tree.draft_tokens, tree.positions, None
     if shape.packed:
         rows = verified_rows(tree, shape, batch.slots)
-        attend = batch.target_pages.attend_packed(rows, tree_mask=mask)
+        attend = batch.target_pages.attend_packed(rows, tree_mask=mask, positions=tree.positions)
         drafts, positions = rows.gather(drafts), rows.gather(positions)
     else:
-        attend = batch.target_pages.attend(batch.seq_lens, shape.nodes, tree_mask=mask)
+        attend = batch.target_pages.attend(
+            batch.seq_lens, shape.nodes, tree_mask=mask, positions=tree.positions
+        )
     hidden, features, kv = target(drafts, positions, kv, attend, config.feature_layers)
     return TargetPass(target.logits(hidden), hidden, features, rows), kv
 

@@ -22,7 +22,8 @@ from specjax.kernels.rope_store import normed, rotate
 from specjax.models.block import BlockDraft
 from specjax.models.decoder import CausalLM
 from specjax.models.flat import FlatModel, Weights
-from specjax.models.layers import Attend, RopeTables, dense_attention, rotated
+from specjax.models.layers import Attend, dense_attention, rotated
+from specjax.models.rope import RopeTables
 from specjax.training.trainer import Trainer, TrainState
 from specjax.training.ttt import PackedBatch, StepStatistics, labels_of, packed_attend
 

@@ -14,6 +14,7 @@ from specjax.config import RopeScaling
 from .files import (
     CONFIG,
     DIM,
+    LAYERS,
     add_biases,
     target_tensors,
     to_gguf_rows,
@@ -126,11 +127,11 @@ def test_other_frequency_divisors_are_refused(tmp_path: Path) -> None:
         open_target(path)
 
 
-@pytest.mark.parametrize(("window", "expected"), [(32, 32), (128, None), (0, None)])
-def test_sliding_window(tmp_path: Path, window: int, expected: int | None) -> None:
+@pytest.mark.parametrize(("window", "expected"), [(32, (32,) * LAYERS), (128, ()), (0, ())])
+def test_sliding_window(tmp_path: Path, window: int, expected: tuple[int, ...]) -> None:
     keys = {"attention.sliding_window": window}
     path = write_gguf(tmp_path / "model.gguf", target_tensors(), keys=keys)
-    assert open_target(path).config.sliding_window == expected
+    assert open_target(path).config.windows == expected
 
 
 def test_linear_scaling(tmp_path: Path) -> None:

@@ -30,6 +30,9 @@ def read(path: Path, changes: dict[str, Any], dtype: str = "auto") -> ModelConfi
     return open_target(path, dtype=dtype).config
 
 
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}
+
+
 @pytest.mark.parametrize(
     ("changes", "theta", "scaling"),
     [
@@ -83,6 +86,8 @@ MISTRAL, QWEN2, QWEN3 = (family(name.lower(), name) for name in ("Mistral", "Qwe
 BIASES = {"qkv_bias": True, "output_bias": True}
 WINDOW = {"sliding_window": 32}
 USED = WINDOW | {"use_sliding_window": True}
+NONE, ALL = {"windows": ()}, {"windows": (32,) * LAYERS}
+KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
 
 
 @pytest.mark.parametrize(
@@ -93,19 +98,20 @@ USED = WINDOW | {"use_sliding_window": True}
         ({"num_key_value_heads": ...}, {"num_kv_heads": 4}),
         ({"attention_bias": True}, BIASES | {"mlp_bias": False}),
         ({"mlp_bias": True}, {"qkv_bias": False, "output_bias": False, "mlp_bias": True}),
-        (MISTRAL, {"qkv_bias": False, "sliding_window": None}),
-        (MISTRAL | WINDOW, WINDOW),
+        (MISTRAL, {"qkv_bias": False, **NONE}),
+        (MISTRAL | WINDOW, ALL),
         # a window as wide as the context never applies
-        (MISTRAL | {"sliding_window": 128}, {"sliding_window": None}),
+        (MISTRAL | {"sliding_window": 128}, NONE),
         (QWEN2, {"qkv_bias": True, "output_bias": False, "qk_norm": False}),
         (QWEN3 | {"head_dim": 16}, {"qkv_bias": False, "qk_norm": True, "head_dim": 16}),
         (QWEN3 | {"tie_word_embeddings": True}, {"tie_word_embeddings": True}),
         (QWEN3 | {"attention_bias": True}, BIASES),
-        (QWEN2 | WINDOW, {"sliding_window": None}),
-        (QWEN2 | USED | {"use_sliding_window": False}, {"sliding_window": None}),
-        (QWEN2 | USED | {"max_window_layers": 0}, WINDOW),
-        (QWEN2 | USED | {"max_window_layers": LAYERS}, {"sliding_window": None}),
-        (QWEN3 | USED | {"layer_types": ["sliding_attention"] * LAYERS}, WINDOW),
+        (QWEN2 | WINDOW, NONE),
+        (QWEN2 | USED | {"use_sliding_window": False}, NONE),
+        (QWEN2 | USED | {"max_window_layers": 0}, ALL),
+        (QWEN2 | USED | {"max_window_layers": 1}, {"windows": (0, 32, 32)}),
+        (QWEN2 | USED | {"max_window_layers": LAYERS}, NONE),
+        (QWEN3 | USED | {"layer_types": KINDS}, {"windows": (32, 0, 32)}),
     ],
 )
 def test_families(tmp_path: Path, changes: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -116,19 +122,24 @@ def test_families(tmp_path: Path, changes: dict[str, Any], expected: dict[str, A
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "gemma2"}, r"model_type='gemma2'.*'llama', 'mimo', 'mistral', 'qwen2', "),
+        ({"model_type": "gpt9"}, r"model_type='gpt9' must be one of .*'gemma', .*'llama', "),
+        ({"model_type": "mixtral"}, "needs mixtures of experts, which are not supported yet"),
+        ({"model_type": "cohere2"}, "needs LayerNorm layers, which are not supported yet"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForCausalLM"),
-        ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
+        ({"hidden_act": "quick_gelu"}, "hidden_act='quick_gelu' .* supported: .*'gelu'"),
         ({"quantization_config": {"quant_method": "awq"}}, "quant_method='awq'"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "'yarn'.*'linear', 'llama3'"),
-        ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "one set of parameters"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+        ({"rope_scaling": {"rope_type": "ntk", "factor": 4.0}}, "'ntk'.*'linear', 'dynamic'"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling has no factor"),
+        ({"rope_scaling": LONGROPE}, r"short_factor=\[1.0\] must be 4 numbers above 0"),
+        ({"rope_parameters": {"other": {"rope_theta": 1.0}}}, "parameters by layer type"),
+        ({"partial_rotary_factor": 1.5}, "partial_rotary_factor=1.5 must be above 0 and at most 1"),
         ({"hidden_size": ...}, "no hidden_size"),
         ({"num_attention_heads": 0}, "num_attention_heads=0 must be an integer"),
         ({"num_hidden_layers": "3"}, "num_hidden_layers='3' must be an integer"),
         ({"num_key_value_heads": 3}, "num_heads=4 must be a multiple of num_kv_heads=3"),
         ({"torch_dtype": "float8_e4m3fn"}, "float8_e4m3fn"),
-        (QWEN2 | USED | {"max_window_layers": 1}, "2 of 3 layers"),
+        (MISTRAL | WINDOW | {"layer_types": KINDS[:2]}, "must name the kinds of 3 layers"),
+        (MISTRAL | WINDOW | {"layer_types": ["chunked"] * 3}, r"has kinds \['chunked'\] that are"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "has no low_freq_factor"),
     ],
 )

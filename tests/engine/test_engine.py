@@ -1,6 +1,5 @@
 """The engine on a tiny checkpoint: inputs, results, streams, threads, refusals."""
 
-import json
 import re
 from dataclasses import replace
 from itertools import pairwise
@@ -550,16 +549,3 @@ def test_acceptance_options_apply_to_rounds(files) -> None:
     ):
         plan = plan_engine(EngineArgs(model=files.target, **arguments, **options))
         assert plan.config.acceptance == expected
-
-
-def test_a_sliding_window_bounds_the_context(files, tmp_path, caplog) -> None:
-    target = write_target(tmp_path / "target")
-    config = json.loads((target / "config.json").read_text())
-    config |= {"model_type": "mistral", "sliding_window": 64}
-    (target / "config.json").write_text(
-        json.dumps(config | {"architectures": ["MistralForCausalLM"]})
-    )
-    with pytest.raises(ValueError, match=r"context_length=65 exceeds .* sliding window of 64"):
-        files.small(target=target, context_length=65)
-    assert plan_engine(EngineArgs(model=target)).context_length == 64
-    assert "context_length set to 64 although the model allows 128" in caplog.text

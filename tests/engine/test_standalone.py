@@ -141,10 +141,6 @@ def test_models_that_cannot_draft_are_refused(files, draft, tmp_path) -> None:
     with pytest.raises(ValueError, match=r"reads at most 64 tokens, .* set context_length=64"):
         plan(files, short)
     assert plan(files, short, context_length=64).context_length == 64
-    slides = {"use_sliding_window": True, "sliding_window": 32}
-    window = write_draft(tmp_path / "window", settings=slides)
-    with pytest.raises(ValueError, match=r"reads at most 32 tokens, but the context has 128"):
-        plan(files, window)
     other = write_draft(tmp_path / "other", tokenizer=other_letters())
     with pytest.raises(ValueError, match=r"tokenizers of draft=.* differ in 2 ids: id 0 is 'b'"):
         plan(files, other)

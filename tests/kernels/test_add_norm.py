@@ -43,6 +43,18 @@ def test_equals_brute_force(shape, dtype, eps, run):
 
 
 @pytest.mark.parametrize("run", RUNS)
+def test_a_float32_scale_is_not_rounded(run):
+    """A scale 1 + w of bfloat16 values keeps w."""
+    x = np.asarray(jnp.asarray(np.random.default_rng(0).standard_normal((2, 96)) * 3, jnp.bfloat16))
+    w = np.float32(np.linspace(1e-3, 0.03, 96))
+    _, normed = run_jitted(add_norm, {"eps": 1e-6, **run}, x, np.zeros_like(x), 1 + w)
+    wide = x.astype(np.float32)
+    _, plain = run_jitted(add_norm, {"eps": 1e-6, **run}, wide, np.zeros_like(wide), 1 + w)
+    assert normed.dtype == x.dtype
+    np.testing.assert_array_equal(normed, plain.astype(x.dtype))
+
+
+@pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("size", [96, 4096])
 def test_partial_sums(size, run):
     rng = np.random.default_rng(2)

@@ -32,6 +32,8 @@ CASES = [
     Case(12, (1, 5, 0, 1, 3), (9, 40, 0, 0, 21), 8, 2, 32, 4),
     # only padding
     Case(8, (0, 0), (3, 0), 4, 4, 16, 4),
+    # a head dim that is the sum of two powers of two
+    Case(40, (20, 17), (5, 30), 4, 2, 96, 16),
 ]
 GPU_CASES = [
     *CASES,
@@ -39,6 +41,7 @@ GPU_CASES = [
     Case(1024, (600,), (48,), 6, 2, 64, 16),
     Case(400, (130, 29, 128, 27), (0, 128, 63, 300), 2, 1, 256, 64),
     Case(2048, tuple(range(0, 32, 2)), tuple(range(160, 0, -10)), 32, 8, 128, 16),
+    Case(1024, (600, 300), (48, 1000), 32, 32, 96, 16),
 ]
 REFERENCE = partial(prefill_attention, implementation="xla")
 CHUNKED = partial(prefill_attention, implementation="chunked")
@@ -74,7 +77,9 @@ def make_case(case, dtype, seed=0, pages=None):
     return jnp.asarray(q, dtype), jnp.asarray(pool, dtype), *ints
 
 
-def brute_force(q, pool, table, starts, counts, page_size, layer=1):
+def brute_force(
+    q, pool, table, starts, counts, page_size, layer=1, window=10**9, softcap=1e9, sinks=None
+):
     """Each segment in float64 over an explicit list of slots."""
     q, pool, table, starts, counts = (np.asarray(x) for x in (q, pool, table, starts, counts))
     q, pool = q.astype(np.float64), pool[layer].astype(np.float64)
@@ -84,29 +89,33 @@ def brute_force(q, pool, table, starts, counts, page_size, layer=1):
         own = slice(end - counts[g], end)
         keys = np.arange(starts[g] + counts[g])
         kv = pool[table[g, keys // page_size] * page_size + keys % page_size]
-        visible = keys <= (starts[g] + np.arange(counts[g]))[:, None]
+        behind = (starts[g] + np.arange(counts[g]))[:, None] - keys
+        visible = (behind >= 0) & (behind < window)
         for n in range(q.shape[1] if counts[g] else 0):
             scores = q[own, n] @ kv[:, 0, n // group].T / np.sqrt(q.shape[2])
-            scores = np.where(visible, scores, -np.inf)
-            weights = np.exp(scores - scores.max(axis=1, keepdims=True))
-            out[own, n] = weights @ kv[:, 1, n // group] / weights.sum(axis=1, keepdims=True)
+            scores = softcap * np.tanh(scores / softcap)
+            weights = np.where(visible, np.exp(scores), 0.0)
+            total = weights.sum(axis=1, keepdims=True)
+            total += 0.0 if sinks is None else np.exp(np.float64(sinks[n]))
+            out[own, n] = weights @ kv[:, 1, n // group] / total
     return out
 
 
-def check(function, case, dtype):
-    compare(jitted(function, case), case, dtype, make_case(case, dtype))
+def check(function, case, dtype, **options):
+    call = jitted(function, case, **options)
+    compare(call, case, dtype, make_case(case, dtype), **options)
 
 
-def jitted(function, case):
+def jitted(function, case, **options):
     return jax.jit(
         lambda q, pool, table, starts, counts: function(
-            q, pool, 1, table, starts, counts, page_size=case.page_size
+            q, pool, 1, table, starts, counts, page_size=case.page_size, **options
         )
     )
 
 
-def compare(call, case, dtype, arguments):
-    expected = brute_force(*arguments, case.page_size)
+def compare(call, case, dtype, arguments, **options):
+    expected = brute_force(*arguments, case.page_size, **options)
     out = call(*arguments)
     assert out.dtype == arguments[0].dtype
     out = np.asarray(out, np.float64)
@@ -124,12 +133,47 @@ def compare(call, case, dtype, arguments):
         (CASES[3], "bfloat16"),
         (CASES[4], "float32"),
         (CASES[5], "float32"),
+        (CASES[6], "float32"),
     ],
     ids=str,
 )
 @FORMS
 def test_equals_brute_force(function, case, dtype):
     check(function, case, dtype)
+
+
+# a window of one key, within a tile, over several blocks of keys, and over all
+OPTIONS = [
+    (CASES[0], {"window": 1}),
+    (CASES[2], {"window": 20, "sinks": True}),
+    (CASES[3], {"window": 50, "softcap": 1.5}),
+    (CASES[3], {"softcap": 0.7, "sinks": True}),
+    (CASES[4], {"window": 400}),
+    (CASES[6], {"window": 9, "softcap": 2.0, "sinks": True}),
+]
+
+
+def with_sinks(case, options, dtype):
+    if "sinks" not in options:
+        return options
+    # one is far above all scores, and one far below
+    sinks = np.linspace(-60, 60, case.heads).astype(np.float32)
+    return options | {"sinks": jnp.asarray(sinks, dtype)}
+
+
+@pytest.mark.parametrize(("case", "options"), OPTIONS, ids=str)
+@FORMS
+def test_options(function, case, options):
+    check(function, case, "float32", **with_sinks(case, options, "float32"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("case", "options"), [*OPTIONS, (GPU_CASES[-2], {"window": 100, "softcap": 3.0})], ids=str
+)
+def test_options_on_gpu(case, options, dtype):
+    check(PALLAS, case, dtype, **with_sinks(case, options, dtype))
 
 
 @pytest.mark.gpu

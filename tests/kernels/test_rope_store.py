@@ -12,8 +12,8 @@ from .runs import DEVICE, RUNS
 
 BOUNDS = {"float32": 1e-6, "bfloat16": 2**-7}
 # batch, tokens, query heads, KV heads, head dim
-CASES = [(2, 3, 4, 2, 16), (1, 1, 9, 3, 64), (4, 5, 2, 2, 8), (8, 40, 4, 1, 16)]
-GPU_CASES = [*CASES, (1, 6, 9, 3, 64), (32, 8, 32, 8, 128), (1, 1024, 32, 8, 128)]
+CASES = [(2, 3, 4, 2, 16), (1, 1, 9, 3, 64), (4, 5, 2, 2, 8), (8, 40, 4, 1, 16), (2, 3, 4, 2, 96)]
+GPU_CASES = [*CASES, (1, 6, 9, 3, 64), (32, 8, 32, 8, 128), (1, 1024, 32, 8, 128), (4, 8, 8, 2, 80)]
 
 
 def make_case(case, dtype):

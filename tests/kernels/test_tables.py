@@ -124,6 +124,11 @@ def test_lowers_for_cuda_in_one_launch(
         (8192, 32, 8, 128, 64, 128, F32, "prefill"),
         (512, 9, 3, 64, 4, 20, BF16, "prefill"),
         (512, 9, 3, 64, 4, 20, F32, "prefill"),
+        (4, 32, 32, 96, 32, 70, BF16, None),
+        (8, 16, 8, 256, 2, 70, BF16, "options"),
+        (8, 9, 3, 64, 32, 20, F32, "options"),
+        (512, 32, 32, 96, 4, 20, BF16, "prefill with options"),
+        (512, 16, 8, 256, 4, 20, F32, "prefill with options"),
     ],
 )
 def test_attention_lowers_for_cuda_and_its_layers_share_one_kernel(
@@ -132,12 +137,18 @@ def test_attention_lowers_for_cuda_and_its_layers_share_one_kernel(
     """The layer index is an operand."""
     pool: Spec = ((2, (batch * pages + 1) * 16, 2, kv_heads, dim), dtype)
     lens: Spec = ((batch,), I32)
-    if num_masked == "prefill":
+    if str(num_masked).startswith("prefill"):
         attention, q, last = prefill_attention, ((rows, heads, dim), dtype), (lens, lens)
     else:
         attention, q, last = tree_attention, ((batch, rows, heads, dim), dtype), (lens,)
     if num_masked == "window":  # of a block whose rows see each other
         attention, num_masked = partial(attention, window=512), rows
+    if "options" in str(num_masked):  # all of them
+        sinks = jnp.zeros(heads, dtype)
+        attention = partial(attention, window=64, softcap=50.0, sinks=sinks)
+    if num_masked == "options":
+        places = jnp.zeros((batch, rows), jnp.int32)
+        attention, num_masked = partial(attention, positions=places), rows
     if isinstance(num_masked, int):
         last = (*last, ((batch, rows, num_masked), "bool"))
     elif num_masked is None:

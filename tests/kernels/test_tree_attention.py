@@ -15,6 +15,8 @@ CASES = [
     (2, 8, 9, 3, 64, 16, 20),
     (2, 40, 4, 1, 16, 64, 2),
     (1, 64, 8, 2, 16, 16, 6),
+    # a head dim that is the sum of two powers of two
+    (2, 8, 4, 2, 96, 16, 20),
 ]
 GPU_CASES = [
     *CASES,
@@ -22,6 +24,9 @@ GPU_CASES = [
     (4, 64, 8, 2, 64, 64, 20),
     (32, 4, 32, 8, 128, 16, 70),
     (8, 8, 32, 8, 128, 16, 300),
+    (8, 8, 32, 32, 96, 16, 70),
+    (4, 8, 16, 8, 256, 16, 70),
+    (4, 4, 24, 8, 80, 16, 70),
 ]
 REFERENCE = partial(tree_attention, implementation="xla")
 CHUNKED = partial(tree_attention, implementation="chunked")
@@ -55,21 +60,41 @@ def make_case(case, dtype, tree, seed=0):
     return q, pool, *ints, jnp.asarray(mask), page_size
 
 
-def brute_force(q, pool, table, lens, mask, page_size, layer=1, window=None):
-    """Each row in float64 over an explicit list of visible slots."""
+def brute_force(
+    q,
+    pool,
+    table,
+    lens,
+    mask,
+    page_size,
+    layer=1,
+    window=None,
+    *,
+    tree=False,
+    softcap=1e9,
+    sinks=None,
+):
+    """Each row in float64 over an explicit list of visible slots.
+
+    The path of a row of a ``tree`` counts back from the row; other rows are consecutive.
+    """
     q, pool, table, lens, mask = (np.asarray(x) for x in (q, pool, table, lens, mask))
     q, pool = q.astype(np.float64), pool.astype(np.float64)
     out = np.zeros_like(q)
     group = q.shape[2] // pool.shape[3]
     for b, t, n in np.ndindex(*q.shape[:3]):
         keys = np.r_[0 : lens[b], lens[b] + np.flatnonzero(mask[b, t])]
-        if window is not None:
+        if window is not None and tree:
+            keys = keys[-window:]
+        elif window is not None:
             keys = keys[keys > lens[b] + mask.shape[2] - mask.shape[1] + t - window]
         slots = [table[b, j // page_size] * page_size + j % page_size for j in keys]
         k, v = pool[layer, slots, 0, n // group], pool[layer, slots, 1, n // group]
         scores = k @ q[b, t, n] / np.sqrt(q.shape[3])
-        weights = np.exp(scores - scores.max())
-        out[b, t, n] = weights @ v / weights.sum()
+        scores = softcap * np.tanh(scores / softcap)
+        weights = np.exp(scores)
+        total = weights.sum() + (0.0 if sinks is None else np.exp(np.float64(sinks[n])))
+        out[b, t, n] = weights @ v / total
     return out
 
 
@@ -98,6 +123,7 @@ def check(function, case, dtype, tree, level=None, window=None):
         (CASES[2], "bfloat16", True),
         (CASES[3], "bfloat16", False),
         (CASES[4], "float32", True),
+        (CASES[5], "float32", True),
     ],
     ids=str,
 )
@@ -189,13 +215,67 @@ def test_a_window_reads_no_earlier_block_of_keys(num_splits, window):
     assert relative_error(out, expected) < BOUNDS["float32"]
 
 
+# case, tree or not, rows of a level, options
+OPTIONS = [
+    ((3, 6, 4, 2, 32, 4, 20), True, None, {"window": 9}),
+    ((2, 16, 4, 1, 16, 16, 9), True, None, {"window": 3}),
+    ((3, 12, 4, 2, 32, 4, 60), True, 4, {"window": 2}),
+    ((3, 12, 4, 2, 32, 4, 60), True, 4, {"window": 40}),
+    ((2, 1, 4, 2, 16, 4, 40), False, None, {"window": 5, "softcap": 2.0, "sinks": True}),
+    ((3, 5, 4, 2, 32, 4, 60), False, None, {"softcap": 0.7}),
+    ((3, 5, 6, 2, 96, 4, 60), True, None, {"window": 30, "softcap": 1.5, "sinks": True}),
+    ((2, 40, 4, 1, 16, 64, 4), True, None, {"window": 80, "sinks": True}),
+]
+
+
+def check_options(function, case, dtype, tree, level, options):
+    q, pool, table, lens, mask, page_size = make_case(case, dtype, tree)
+    positions = lens[:, None] + mask.sum(axis=2, dtype=jnp.int32) - 1
+    if level is not None:
+        q, mask, positions = q[:, -level:], mask[:, -level:], positions[:, -level:]
+    options = dict(options)
+    if options.pop("sinks", False):
+        # one is far above all scores, and one far below
+        sinks = np.linspace(-60, 60, case[2]).astype(np.float32)
+        options["sinks"] = sinks = jnp.asarray(sinks, dtype)
+    expected = brute_force(q, pool, table, lens, mask, page_size, tree=True, **options)
+    given = (mask, positions) if tree else (None, None)
+    out = jax.jit(
+        lambda mask, positions: function(
+            q, pool, 1, table, lens, mask, positions=positions, page_size=page_size, **options
+        )
+    )(*given)
+    assert out.dtype == q.dtype
+    assert relative_error(out, expected) < BOUNDS[dtype]
+
+
+@pytest.mark.parametrize(("case", "tree", "level", "options"), OPTIONS, ids=str)
+@FORMS
+def test_options(function, case, tree, level, options):
+    check_options(function, case, "float32", tree, level, options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("case", "tree", "level", "options"), OPTIONS, ids=str)
+def test_options_on_gpu(case, tree, level, options, dtype):
+    check_options(PALLAS, case, dtype, tree, level, options)
+
+
+@pytest.mark.parametrize("num_splits", [1, 4])
+def test_splits_share_one_sink(num_splits):
+    tiles = AttentionTiles(16, 16, num_splits, num_warps=4, num_stages=2)
+    function = partial(INTERPRET, tiles=tiles)
+    check_options(function, *OPTIONS[6][:1], "float32", *OPTIONS[6][1:])
+
+
 def test_causal_rows_beyond_a_mask_word():
     check(INTERPRET, (1, 100, 4, 2, 16, 16, 9), "float32", False)
 
 
 def test_unsupported_inputs_are_refused():
     q, pool, table, lens, _mask, page_size = make_case(CASES[0], "float32", False)
-    with pytest.raises(NotImplementedError, match="powers of two"):
+    with pytest.raises(NotImplementedError, match="multiples of 16"):
         PALLAS(q[..., :12], pool[..., :12], 0, table, lens, None, page_size=page_size)
     mask = jnp.ones((2, 1, 129), bool)
     with pytest.raises(NotImplementedError, match=r"new keys .* \(got 129\)"):

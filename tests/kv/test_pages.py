@@ -13,7 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from specjax.kv.pages import PageAllocator, PageView, Segments
 from specjax.models.flat import FlatModel
-from specjax.models.layers import Attention, LayerKind, RopeTables, rope_tables
+from specjax.models.layers import Attention, LayerKind
+from specjax.models.rope import RopeTables, rope_tables
 from specjax.testing import TARGET
 
 

@@ -13,7 +13,8 @@ from specjax.config import TransformerConfig
 from specjax.models.decoder import CausalLM
 from specjax.models.eagle import build_head
 from specjax.models.flat import FlatModel
-from specjax.models.layers import Attend, RopeTables, Store, rotated
+from specjax.models.layers import Attend, Store, rotated
+from specjax.models.rope import RopeTables
 
 Cache = dict[int, tuple[jax.Array, jax.Array]]
 
@@ -69,6 +70,7 @@ def dense_attend(positions: np.ndarray, *, is_causal: bool = True) -> Attend:
         k: jax.Array,
         v: jax.Array,
         window: int | None = None,
+        softcap: float | None = None,
     ) -> tuple[Cache, jax.Array]:
         keys, values = (
             old.at[rows, positions].set(new) for old, new in zip(cache[layer], (k, v), strict=True)
@@ -86,7 +88,9 @@ def dense_attend(positions: np.ndarray, *, is_causal: bool = True) -> Attend:
             for x in (keys, values)
         )
         scores = jnp.einsum("btnh,bsnh->bnts", q, wide_keys, precision="highest")
-        scores = jnp.where(visible[:, None], scores * q.shape[-1] ** -0.5, -jnp.inf)
+        scores = scores * q.shape[-1] ** -0.5
+        scores = scores if softcap is None else softcap * jnp.tanh(scores / softcap)
+        scores = jnp.where(visible[:, None], scores, -jnp.inf)
         weights = jax.nn.softmax(scores, axis=-1)
         out = jnp.einsum("bnts,bsnh->btnh", weights, wide_values, precision="highest")
         return {**cache, layer: (keys, values)}, out.astype(dtype)

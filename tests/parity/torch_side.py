@@ -35,21 +35,130 @@ def rope(theta: float, **more: object) -> dict[str, object]:
     return {"rope_parameters": {"rope_type": "default", "rope_theta": theta, **more}}
 
 
-# name -> (transformers config class, changes to SMALL)
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0, 1.1, 1.3, 1.6, 2.0],
+    "long_factor": [1.0, 1.5, 2.5, 4.0, 6.0],
+}
+LOCAL = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+}
+MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
+GEMMA = {"head_dim": 16, "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 24}
+GEMMA2 = {**GEMMA, "sliding_window": 12, "attn_logit_softcapping": 3.0, "layer_types": MIXED}
+
+# Popular families and variants: name -> (transformers config class, changes to SMALL). Those of
+# REFUSED do not load.
 FAMILIES = {
     "llama2": ("LlamaConfig", {"num_key_value_heads": 6, **rope(1e4)}),
     "llama31": ("LlamaConfig", {"head_dim": 16, "rope_parameters": LLAMA3_ROPE}),
     "llama_linear": ("LlamaConfig", rope(1e4, rope_type="linear", factor=4.0)),
+    "llama_dynamic": ("LlamaConfig", rope(1e4, rope_type="dynamic", factor=2.0)),
+    "llama_yarn": ("LlamaConfig", {"head_dim": 16, **rope(1e4, **YARN)}),
+    "llama_longrope": (
+        "LlamaConfig",
+        {"head_dim": 10, **rope(1e4, original_max_position_embeddings=32, **LONGROPE)},
+    ),
     "llama_bias": ("LlamaConfig", {"attention_bias": True, **rope(1e4)}),
     "llama_mlp_bias": ("LlamaConfig", {"mlp_bias": True, **rope(1e4)}),
     "llama_tied": ("LlamaConfig", {"tie_word_embeddings": True, "head_dim": 10, **rope(1e5)}),
+    "llama_gelu": ("LlamaConfig", {"hidden_act": "gelu", **rope(1e4)}),
+    "llama_head32": ("LlamaConfig", {"head_dim": 32, **rope(1e4)}),
+    "llama_head96": ("LlamaConfig", {"head_dim": 96, **rope(1e4)}),
+    "llama_head256": ("LlamaConfig", {"head_dim": 256, **rope(1e4)}),
     "mistral": ("MistralConfig", {"sliding_window": None, "head_dim": 12, **rope(1e6)}),
+    "mistral_window": ("MistralConfig", {"sliding_window": 12, "head_dim": 12, **rope(1e6)}),
+    "ministral": (
+        "MinistralConfig",
+        {"sliding_window": 12, "head_dim": 12, "layer_types": MIXED, **rope(1e6)},
+    ),
+    "ministral3": (
+        "Ministral3Config",
+        {
+            "head_dim": 16,
+            **rope(1e6, **YARN, mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.1),
+        },
+    ),
     "qwen2": ("Qwen2Config", rope(1e6)),
     "qwen2_tied": ("Qwen2Config", {"tie_word_embeddings": True, **rope(1e6)}),
+    "qwen2_window": (
+        "Qwen2Config",
+        {"use_sliding_window": True, "sliding_window": 12, "max_window_layers": 1, **rope(1e6)},
+    ),
+    "qwen2_yarn": ("Qwen2Config", rope(1e6, **YARN)),
     "qwen3": ("Qwen3Config", {"head_dim": 10, **rope(1e6)}),
     "qwen3_tied": ("Qwen3Config", {"tie_word_embeddings": True, "head_dim": 14, **rope(1e6)}),
     "qwen3_bias": ("Qwen3Config", {"attention_bias": True, "head_dim": 12, **rope(1e6)}),
+    "qwen3_window": (
+        "Qwen3Config",
+        {
+            "head_dim": 10,
+            "use_sliding_window": True,
+            "sliding_window": 12,
+            "layer_types": MIXED,
+            **rope(1e6),
+        },
+    ),
+    "gemma": ("GemmaConfig", {"num_key_value_heads": 1, "head_dim": 16, **rope(1e4)}),
+    "gemma2": ("Gemma2Config", {**GEMMA2, "final_logit_softcapping": 5.0, **rope(1e4)}),
+    "gemma3": (
+        "Gemma3TextConfig",
+        {**GEMMA, "sliding_window": 12, "layer_types": MIXED, "rope_parameters": LOCAL},
+    ),
+    "phi3": ("Phi3Config", {"sliding_window": None, **rope(1e4)}),
+    "phi3_window": ("Phi3Config", {"sliding_window": 12, **rope(1e4)}),
+    "phi3_longrope": (
+        "Phi3Config",
+        {
+            "hidden_size": 60,
+            "original_max_position_embeddings": 32,
+            **rope(1e4, partial_rotary_factor=1.0, **LONGROPE),
+        },
+    ),
+    "phi4_mini": (  # 10 of 12 dimensions are rotated
+        "Phi3Config",
+        {
+            "hidden_size": 72,
+            "tie_word_embeddings": True,
+            "original_max_position_embeddings": 32,
+            **rope(1e4, partial_rotary_factor=10.5 / 12, **LONGROPE),
+        },
+    ),
+    "olmo2": ("Olmo2Config", rope(5e5)),
+    "olmo3": (
+        "Olmo3Config",
+        {
+            "sliding_window": 12,
+            "layer_types": MIXED,
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 5e5},
+                "full_attention": {**YARN, "rope_theta": 5e5},
+            },
+        },
+    ),
+    "granite": (
+        "GraniteConfig",
+        {
+            "embedding_multiplier": 12.0,
+            "residual_multiplier": 0.22,
+            "attention_multiplier": 0.3,
+            "logits_scaling": 8.0,
+            **rope(1e4),
+        },
+    ),
+    "smollm3": ("SmolLM3Config", {"no_rope_layers": [1, 0, 1], **rope(2e6)}),
+    "glm": ("GlmConfig", {"head_dim": 16, **rope(1e4, partial_rotary_factor=0.5)}),
+    "glm4": ("Glm4Config", {"head_dim": 16, **rope(1e4, partial_rotary_factor=0.5)}),
+    "cohere": ("CohereConfig", rope(1e4)),
+    "cohere2": ("Cohere2Config", {"sliding_window": 12, **rope(1e4)}),
+    "stablelm": ("StableLmConfig", rope(1e4, partial_rotary_factor=0.25)),
+    "starcoder2": ("Starcoder2Config", rope(1e4)),
+    "phi": ("PhiConfig", rope(1e4, partial_rotary_factor=0.5)),
+    "olmo": ("OlmoConfig", rope(1e4)),
 }
+REFUSED = ("cohere", "cohere2", "stablelm", "starcoder2", "phi", "olmo")
 
 
 def make_model(

@@ -9,7 +9,8 @@ import pytest
 
 from specjax import Engine
 from specjax.checkpoints.export import export_draft
-from specjax.models.layers import dense_attention, rope_tables, rotated
+from specjax.models.layers import dense_attention, rotated
+from specjax.models.rope import rope_tables
 from specjax.testing import write_model
 from specjax.training import block as training
 from specjax.training.block import (

@@ -1,0 +1,35 @@
+"""OLMo 2 and 3: norms after attention and feed-forward, and norms of all query and key heads."""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from specjax.config import Rope
+from specjax.json_file import Fields, Size
+from specjax.models.family import Family, alike, attention_biases, layer_windows
+from specjax.models.rope import local_theta
+
+
+def _olmo3(config: Fields) -> dict[str, Any]:
+    heads = config.get("num_attention_heads", Size)
+    head_dim = config.get("head_dim", Size, config.get("hidden_size", Size) // heads)
+    theta = local_theta(config, config.get("rope_theta", float))
+    return {
+        **attention_biases(config),
+        **layer_windows(config, lambda i: (i + 1) % 4 > 0),
+        "local_rope": Rope(head_dim, theta),
+    }
+
+
+OLMO2 = Family(
+    architecture="Olmo2ForCausalLM",
+    read=attention_biases,
+    layers=partial(alike, pre_norm=False, post_norm=True, joint_qk_norm=True),
+    defaults={"rms_norm_eps": 1e-5},
+)
+OLMO3 = replace(
+    OLMO2,
+    architecture="Olmo3ForCausalLM",
+    read=_olmo3,
+    defaults={"rms_norm_eps": 1e-5, "rope_theta": 500000.0, "sliding_window": 4096},
+)
