@@ -20,7 +20,7 @@ class RopeScaling:
     ``attention_factor`` multiplies rotated queries and keys (``yarn``, ``longrope``). The factors
     of ``longrope`` divide the frequencies: ``long_factor`` if the context is longer than
     ``original_max_position_embeddings``, else ``short_factor``. ``dynamic`` changes the base, only
-    if the context is longer. ``query_beta`` scales queries by their position (Ministral 3).
+    if the context is longer. ``llama_4_scaling_beta`` scales queries by position (Ministral 3).
     """
 
     rope_type: str
@@ -34,7 +34,7 @@ class RopeScaling:
     truncate: bool = True
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
-    query_beta: float = 0.0
+    llama_4_scaling_beta: float = 0.0
 
     def __post_init__(self) -> None:
         if self.rope_type not in ROPE_TYPES:

@@ -186,12 +186,37 @@ def rotated(attend: Attend) -> Attend:
     return rotate_first
 
 
-def dense_attention(q: Array, k: Array, v: Array, **options: Any) -> Array:
-    """JAX's attention of ``[B, T, N, H]`` over ``[B, L, KV, H]``, in full precision for float32."""
+def dense_attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    mask: Array | None = None,
+    softcap: float | None = None,
+    sinks: Array | None = None,
+    **options: Any,
+) -> Array:
+    """JAX's attention of ``[B, T, N, H]`` over ``[B, L, KV, H]``, in full precision for float32.
+
+    ``mask`` is bool and broadcasts to ``[B, N, T, L]``. JAX has no ``softcap`` and no ``sinks``,
+    with which scores take memory.
+    """
     precision = "highest" if q.dtype == jnp.float32 else "default"
+    if mask is not None and not (softcap is None and sinks is None):
+        k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
+        float32 = {"precision": precision, "preferred_element_type": jnp.float32}
+        scores = jnp.einsum("btnh,blnh->bntl", q, k, **float32) * q.shape[-1] ** -0.5
+        if softcap is not None:
+            scores = softcap * jnp.tanh(scores / softcap)
+        scores = jnp.where(mask, scores, -jnp.inf)
+        if sinks is not None:  # a sink is one more key, of value 0
+            more = jnp.broadcast_to(sinks[:, None, None], (*scores.shape[:3], 1))
+            scores = jnp.concatenate([scores, more.astype(scores.dtype)], axis=-1)
+        weights = jax.nn.softmax(scores, axis=-1)[..., : k.shape[1]].astype(v.dtype)
+        return jnp.einsum("bntl,blnh->btnh", weights, v, **float32).astype(q.dtype)
     # JAX mixes bfloat16 and float32 here, which a caller's strict promotion would reject
     with jax.default_matmul_precision(precision), jax.numpy_dtype_promotion("standard"):
-        return jax.nn.dot_product_attention(q, k, v, **options)
+        return jax.nn.dot_product_attention(q, k, v, mask=mask, **options)
 
 
 class Attention(nnx.Module):

@@ -81,9 +81,9 @@ def rope_tables(rope: Rope, positions: Array) -> RopeTables:
         rotated = frequencies > 0  # dimensions that are not rotated keep their values
         factor = np.where(rotated, scaling.attention_factor, 1.0).astype(np.float32)
         cos, sin = cos * factor, sin * factor
-    if scaling is not None and scaling.query_beta:
+    if scaling is not None and scaling.llama_4_scaling_beta:
         spans = jnp.floor(places / scaling.original_max_position_embeddings)
-        query_scale = 1.0 + scaling.query_beta * jnp.log(1.0 + spans)
+        query_scale = 1.0 + scaling.llama_4_scaling_beta * jnp.log(1.0 + spans)
     return RopeTables(cos, sin, query_scale=query_scale)
 
 
@@ -163,7 +163,7 @@ def _scaling(place: Fields, config: Fields, size: int) -> RopeScaling | None:
         fast, slow = place.get("beta_fast", float, 32.0), place.get("beta_slow", float, 1.0)
         values |= {"beta_fast": fast, "beta_slow": slow}
         values["truncate"] = place.get("truncate", Flag, True)
-        values["query_beta"] = place.get("llama_4_scaling_beta", float, 0.0)
+        values["llama_4_scaling_beta"] = place.get("llama_4_scaling_beta", float, 0.0)
         factor, scale = values["factor"], place.get("mscale", float, 0.0)
         all_scale = place.get("mscale_all_dim", float, 0.0)
         attention = _yarn_factor(factor, 1.0)

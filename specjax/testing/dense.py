@@ -37,21 +37,9 @@ def dense_attend(
     sinks: jax.Array | None = None,
 ) -> tuple[Any, jax.Array]:
     """Causal attention over the given tokens, without KV storage."""
-    if (window, softcap, sinks) == (None, None, None):
-        return kv, dense_attention(q, k, v, is_causal=True)
-    k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
-    scores = jnp.einsum("btnh,bsnh->bnts", q, k, precision="highest") * q.shape[-1] ** -0.5
-    if softcap is not None:
-        scores = softcap * jnp.tanh(scores / softcap)
     gap = jnp.arange(q.shape[1])[:, None] - jnp.arange(q.shape[1])
-    is_visible = (gap >= 0) & (gap < (window or q.shape[1]))
-    best = jnp.max(jnp.where(is_visible, scores, -jnp.inf), axis=-1)
-    weights = jnp.where(is_visible, jnp.exp(scores - best[..., None]), 0.0)
-    total = weights.sum(axis=-1)
-    if sinks is not None:
-        total = total + jnp.exp(sinks[:, None] - best)
-    mixed = jnp.einsum("bnts,bsnh->bnth", weights, v, precision="highest") / total[..., None]
-    return kv, mixed.swapaxes(1, 2)
+    mask = ((gap >= 0) & (gap < (window or q.shape[1])))[None, None]
+    return kv, dense_attention(q, k, v, mask=mask, softcap=softcap, sinks=sinks)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ Axes: B rows, T tokens per row, N anchors per row, R rows and G drafts per block
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property, partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -17,14 +17,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.config import BlockConfig, ModelConfig, TransformerConfig
+from specjax.config import BlockConfig, ModelConfig
 from specjax.kernels.rope_store import normed, rotate
 from specjax.models.block import BlockDraft
 from specjax.models.decoder import CausalLM
 from specjax.models.flat import FlatModel, Weights
 from specjax.models.layers import Attend, dense_attention, rotated
 from specjax.models.rope import RopeTables
-from specjax.training.trainer import Trainer, TrainState
+from specjax.training.trainer import Trainer, TrainState, layer_shape
 from specjax.training.ttt import PackedBatch, StepStatistics, labels_of, packed_attend
 
 # weight of each draft's loss relative to that of the previous draft
@@ -45,7 +45,7 @@ def block_draft_config(model: ModelConfig, **changes: Any) -> BlockConfig:
     """
     if model.num_layers < 3:
         raise ValueError(f"--model has {model.num_layers} layers; block drafters need 3 or more")
-    shape = {field.name: getattr(model, field.name) for field in fields(TransformerConfig)}
+    shape = layer_shape(model)
     draft = {
         "checkpoint_format": "dspark",
         "num_layers": 3,

@@ -103,11 +103,17 @@ class TrainState:
     step: jax.Array  # i32 scalar
 
 
+def layer_shape(model: ModelConfig) -> dict[str, Any]:
+    """The fields of a draft with the target's layer shape; its heads are rotated completely."""
+    shape = {field.name: getattr(model, field.name) for field in fields(TransformerConfig)}
+    return shape if model.rotary_dim is None else shape | {"rotary_dim": None, "rope_scaling": None}
+
+
 def default_draft_config(model: ModelConfig, **changes: Any) -> DraftConfig:
     """Configure an EAGLE 3.1 draft with the target's layer shape, except for ``changes``."""
     if min(model.default_feature_layers) < 0:
         raise ValueError(f"--model has {model.num_layers} layers; EAGLE-3 needs 4 or more")
-    shape = {field.name: getattr(model, field.name) for field in fields(TransformerConfig)}
+    shape = layer_shape(model)
     draft = {
         "checkpoint_format": "eagle-3",
         "num_layers": 1,

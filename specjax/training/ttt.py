@@ -172,10 +172,24 @@ def packed_attend(texts: Array) -> Attend:
     mask = _causal_mask(texts)[:, None]
 
     @rotated
-    def attend(kv: Any, layer: int, q: Array, k: Array, v: Array) -> tuple[Any, Array]:
+    def attend(
+        kv: Any,
+        layer: int,
+        q: Array,
+        k: Array,
+        v: Array,
+        *,
+        window: int | None = None,
+        **options: Any,
+    ) -> tuple[Any, Array]:
+        # heads of more than 128 dimensions are too large for cuDNN
         is_fused = q.dtype == jnp.bfloat16 and jax.default_backend() == "gpu"
-        implementation = "cudnn" if is_fused else None
-        return kv, dense_attention(q, k, v, mask=mask, implementation=implementation)
+        options["implementation"] = "cudnn" if is_fused and q.shape[-1] <= 128 else None
+        seen = mask
+        if window is not None:
+            row = jnp.arange(texts.shape[1])
+            seen = mask & (row[:, None] - row < window)
+        return kv, dense_attention(q, k, v, mask=seen, **options)
 
     return attend
 

@@ -22,7 +22,7 @@ def random_tokens(vocab_size: int, shape: tuple[int, int], seed: int = 7) -> np.
     return np.random.default_rng(seed).integers(0, vocab_size, shape)
 
 
-def check_equal(path: Path, model: "transformers.PreTrainedModel", length: int = 40) -> None:
+def check_equal(path: Path, model: "transformers.PreTrainedModel", length: int = 100) -> None:
     """Load ``path`` and compare logits and the output of every layer with ``model``."""
     checkpoint = open_target(str(path), dtype="float32")
     config = checkpoint.config

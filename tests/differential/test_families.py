@@ -1,0 +1,102 @@
+"""Engines for families with windows and soft caps produce the tokens of plain decoding."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from specjax.testing import Files, check_tokens
+from specjax.testing.files import CONFIG
+
+from .test_pairs import BATCHES, SEEN, Row, drafting, serving
+from .trial import Reference, Trial
+
+WINDOW = 9  # less than the rows of a large tree, and much less than the context
+ROWS: dict[str, list[Row]] = {
+    "ministral": [
+        ("EAGLE3", "tree", "ahead", 4, "here", "fixed", 1),
+        ("NGRAM", "tree", "in turn", 16, "split", "fixed", 3),
+        ("STANDALONE", "tree", "ahead", 1, "here", "adaptive", 3),
+        ("DFLASH", "chain", "ahead", 4, "split", "fixed", 3),
+    ],
+    "gemma2": [
+        ("EAGLE3", "tree", "in turn", 4, "split", "fixed", 1),
+        ("NGRAM", "tree", "ahead", 16, "here", "adaptive", 1),
+        ("DSPARK", "chain", "in turn", 1, "here", "adaptive", 1),
+        ("EAGLE", "cut chain", "ahead", 1, "split", "adaptive", 3),
+    ],
+}
+
+
+def gemma2(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The copying target with Gemma's norms, of which those of outputs keep them small."""
+    named = {name: x for name, x in tensors.items() if "norm" not in name}
+    named["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"] / np.float32(
+        CONFIG.hidden_size**0.5
+    )
+    zeros = np.zeros(CONFIG.hidden_size, np.float32)
+    named["model.norm.weight"] = zeros
+    for i in range(CONFIG.num_layers):
+        for norm in ("input", "post_attention", "pre_feedforward", "post_feedforward"):
+            scale = 0.06 - 1.0 if norm.startswith("post") else 0.0
+            named[f"model.layers.{i}.{norm}_layernorm.weight"] = zeros + np.float32(scale)
+    return named
+
+
+def write_family(path: Path, target: Path, name: str) -> Path:
+    """Write the copying target as a model with one layer with a window and one without."""
+    config: dict[str, Any] = json.loads((target / "config.json").read_text())
+    tensors = load_file(target / "model.safetensors")
+    config |= {"model_type": name, "architectures": [f"{name.title()}ForCausalLM"]}
+    kinds = ["sliding_attention", "full_attention"]
+    config |= {"sliding_window": WINDOW, "layer_types": kinds}
+    if name == "gemma2":
+        tensors = gemma2(tensors)
+        config |= {"attn_logit_softcapping": 0.7, "final_logit_softcapping": 5.0}
+        config |= {"query_pre_attn_scalar": 3, "hidden_activation": "gelu_pytorch_tanh"}
+    path.mkdir()
+    save_file(tensors, path / "model.safetensors")
+    (path / "config.json").write_text(json.dumps(config))
+    for file in target.glob("*token*"):
+        (path / file.name).write_text(file.read_text())
+    return path
+
+
+@pytest.fixture(scope="module", params=ROWS)
+def family(request: Any, files: Files, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("families")
+    name = request.param
+    return name, replace(files, target=write_family(folder / name, files.target, name))
+
+
+@pytest.fixture(scope="module")
+def plain(family: Any) -> Iterator[Reference]:
+    reference = Reference.of(family[1])
+    yield reference
+    reference.close()
+
+
+def test_tokens_of_a_tree_are_those_of_dense_decoding(family: Any) -> None:
+    """Plain decoding by full passes without a KV cache is independent of the engine."""
+    shape = {"speculative_eagle_topk": 3, "speculative_num_draft_tokens": 12}
+    prompts = np.random.default_rng(0).integers(60, size=(2, 30)).tolist()
+    with family[1].engine(dtype="float32", **shape) as engine:
+        assert check_tokens(engine, prompts, count=40) > 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("index", range(4))
+def test_engines_equal_plain_decoding(family, drafts, plain, index, device) -> None:
+    name, files = family
+    row = ROWS[name][index]
+    rng = np.random.default_rng(index)
+    counts = Trial(files, plain, rng, drafting(row, drafts) | serving(row)).run(BATCHES)
+    print(name, row, dict(counts))
+    for seen in SEEN:
+        assert counts[seen] > 0, seen

@@ -1,0 +1,56 @@
+"""Greedy text of an engine against transformers, for every family that loads."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from specjax import Engine  # noqa: E402
+
+from .torch_side import FAMILIES, REFUSED, make_model, run_model, save  # noqa: E402
+
+pytestmark = pytest.mark.parity
+
+LOADED = [family for family in FAMILIES if family not in REFUSED]
+COUNT = 10
+GREEDY = {"temperature": 0.0, "ignore_eos": True, "max_new_tokens": COUNT}
+
+
+def continued(model: "transformers.PreTrainedModel", prompt: list[int]) -> list[int]:
+    """Greedy tokens, each from a pass over the whole text, which chooses the rope scaling."""
+    text = list(prompt)
+    for _ in range(COUNT):
+        text.append(int(run_model(model, np.array([text]))[0][0, -1].argmax()))
+    return text[len(prompt) :]
+
+
+@pytest.mark.parametrize("family", LOADED)
+def test_greedy_text(family: str, tmp_path: Path) -> None:
+    """Drafts from the text are verified as trees; prompts of 90 tokens are beyond all windows."""
+    model = make_model(*FAMILIES[family])
+    path = save(model, tmp_path / "model")
+    rng = np.random.default_rng(1)
+    # the second prompt repeats itself, so that drafts are found
+    short, long = rng.integers(3, 131, 8).tolist(), rng.integers(3, 131, 15).tolist() * 6
+    # LongRoPE depends on the context of the engine, where transformers takes that of the text
+    contexts = (32, 128) if "longrope" in family or family == "phi4_mini" else (128,)
+    for context in contexts:
+        prompts = [short] if context == 32 else [long] if len(contexts) > 1 else [short, long]
+        with Engine(
+            str(path),
+            dtype="float32",
+            context_length=context,
+            speculative_algorithm="NGRAM",
+            speculative_num_draft_tokens=6,
+            skip_tokenizer_init=True,
+            max_running_requests=1,
+            batch_buckets=(1,),
+            chunked_prefill_size=16,
+            page_size=4,
+        ) as engine:
+            for prompt in prompts:
+                output = engine.generate(input_ids=prompt, sampling_params=GREEDY)
+                assert output["output_ids"] == continued(model, prompt), (context, len(prompt))
