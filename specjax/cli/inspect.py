@@ -86,6 +86,9 @@ def _facts(
             vocabulary = f"{config.draft_vocab_size} of {config.vocab_size}, mapped by d2t"
     yield "vocabulary", vocabulary
     yield "rope_theta", f"{config.rope_theta:g}"
+    if any(windows := getattr(config, "windows", ())):
+        sizes = ", ".join(map(str, sorted(set(windows) - {0})))
+        yield "windows", f"{sizes} in {sum(map(bool, windows))} of {config.num_layers} layers"
     values = 2 * config.num_layers * config.num_kv_heads * config.head_dim
     yield "KV memory", f"{values * config.dtypes.kv.itemsize} bytes per token in {config.dtype}"
 

@@ -33,7 +33,7 @@ FAMILIES: dict[str, Family] = {
 }
 # models that also read images; only their text model, ``text_config``, is loaded
 WRAPPERS = ("gemma3", "mistral3")
-HOW_TO_ADD = "docs/extending.md shows how to add a model family"
+HOW_TO_ADD = "docs/models.md shows how to add a model family"
 UNKNOWN = f"must be one of {sorted(FAMILIES)}; {HOW_TO_ADD}"
 # what is missing for families that people ask for
 _REASONS = {

@@ -1,6 +1,7 @@
-"""A family added by tests: post-norm layers with GELU, and all other differences of layers."""
+"""The family of docs/models.md: post-norm layers with GELU, and all other differences of layers."""
 
-from dataclasses import dataclass, replace
+import re
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,9 @@ import pytest
 
 from specjax import SamplingParams
 from specjax.checkpoints import open_target
-from specjax.config import ModelConfig, Rope
+from specjax.config import Rope
 from specjax.models import registry
 from specjax.models.decoder import CausalLM
-from specjax.models.family import Family, alike
 from specjax.models.flat import FlatModel
 from specjax.models.layers import LayerKind, rotated
 from specjax.models.registry import layer_kinds
@@ -37,25 +37,12 @@ from ..checkpoints.files import (
 
 # the family
 
-
-@dataclass(frozen=True, kw_only=True)
-class PostConfig(ModelConfig):
-    """Llama's sizes, and a scale of attention scores."""
-
-    score_scale: float
-
-
-def post_layers(config: Any, **differences: Any) -> tuple[LayerKind, ...]:
-    named = {"pre_norm": False, "post_norm": True}
-    return alike(config, scale=config.score_scale, **{**named, **differences})
-
-
-POST = Family(
-    architecture="PostForCausalLM",
-    read=lambda config: {"score_scale": config.get("score_scale", float)},
-    layers=post_layers,
-    config=PostConfig,
-)
+PAGE = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
+GUIDE: dict[str, Any] = {"__name__": "guide"}
+with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(registry, "FAMILIES", dict(registry.FAMILIES))
+    exec(re.search(r"```python\n(.*?)```", PAGE, re.DOTALL)[1], GUIDE)
+POST, post_layers = GUIDE["FAMILIES"]["post"], GUIDE["layers"]
 
 
 def int8_layers(config: Any) -> tuple[LayerKind, ...]:
@@ -216,7 +203,7 @@ def test_an_engine_serves_int8_weights_by_one_line_of_the_family(
 
 
 def test_random_quantised_weights_spread_as_plain_ones_do() -> None:
-    config = PostConfig(**{**vars(TARGET), "model_type": "post8"}, score_scale=1.0)
+    config = POST.config(**{**vars(TARGET), "model_type": "post8"}, score_scale=1.0)
     flat = FlatModel.of(partial(CausalLM, config))
     named = dict(zip(flat.names, flat.random(0), strict=True))
     kernel = "layers.0.mlp.down.kernel"
