@@ -151,9 +151,14 @@ class SurvivalEstimator:
         self._hessian *= keep[:, None] * keep
         self._hessian += (inputs.T * information) @ inputs
         damped = self._hessian + RIDGE * np.eye(1 + depth)
-        step = _limited(np.linalg.solve(damped, error @ inputs), -1.0, 1.0)
-        self.slope = min(max(self.slope + float(step[0]), 0.0), MOST_ODDS)
-        self.intercepts = _limited(self.intercepts + step[1:], -MOST_ODDS, MOST_ODDS)
+        gradient, before = error @ inputs, self.slope
+        step = min(max(float(np.linalg.solve(damped, gradient)[0]), -1.0), 1.0)
+        self.slope = min(max(before + step, 0.0), MOST_ODDS)
+        # If the slope is at its limit, intercepts must not make up for what it does not move: with
+        # confidences that are all alike, they would move away from acceptance, further every time.
+        gradient = gradient[1:] - (self.slope - before) * damped[1:, 0]
+        steps = _limited(np.linalg.solve(damped[1:, 1:], gradient), -1.0, 1.0)
+        self.intercepts = _limited(self.intercepts + steps, -MOST_ODDS, MOST_ODDS)
         counts = np.bincount(requests, minlength=KEPT_REQUESTS)
         seen = counts.nonzero()[0]
         count, offsets = counts[seen], self._offsets[seen]

@@ -74,6 +74,21 @@ def test_survival_of_later_rounds_does_not_depend_on_the_drafters_scale(q):
     assert found[0] / found[1] == pytest.approx(best[:96].sum() / best.sum(), abs=0.03)
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_equal_confidences_do_not_move_the_mean_of_new_requests(seed):
+    """The slope is at its limit of 0, and batches of new requests verify their best drafts."""
+    rng, estimator = np.random.default_rng(seed), SurvivalEstimator(DEPTH)
+    chances = np.repeat([0.9, 0.3], 16)[:, None] * np.ones(DEPTH)
+    for first in range(0, 192, 32):
+        requests = range(first, first + 32)
+        for _ in range(100):
+            order = np.argsort(-estimator.survival(requests).T, axis=None, kind="stable")
+            limits = np.bincount(order[:96] % 32, minlength=32)
+            accepted = draw(rng, chances, limits)
+            estimator.observe(requests, accepted, limits, np.full((32, DEPTH), 0.001))
+    assert estimator.survival(["new"])[0, 0] == pytest.approx(0.65, abs=0.1)
+
+
 def test_positions_that_were_not_proposed_teach_nothing():
     estimator = SurvivalEstimator(DEPTH)
     before = estimator.intercepts.copy()
