@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
-from specjax.kernels.backend import power_of_two, resolve, triton_call
+from specjax.kernels.backend import power_of_two, resolve, spans, triton_call
 
 
 def rms_norm(x: Array, scale: Array, eps: float) -> Array:
@@ -48,21 +48,22 @@ def _reference(x: Array, delta: Array, scale: Array, eps: float) -> tuple[Array,
 def specjax_add_norm(
     x_ref: Any, delta_ref: Any, scale_ref: Any, sum_ref: Any, normed_ref: Any, *, eps: float
 ) -> None:
-    """Kernel body: one program per row. Lanes after D repeat columns, which the mean leaves out."""
-    size = x_ref.shape[1]
-    row = pl.program_id(0)
-    lane = jnp.arange(power_of_two(size), dtype=jnp.int32)
-    column = lane % size
-    # partial sums are float32 and are added in the same order for any number of rows
-    delta = delta_ref[0, row, column]
-    for i in range(1, delta_ref.shape[0]):
-        delta += delta_ref[i, row, column]
-    total = x_ref[row, column] + delta.astype(x_ref.dtype)
-    total32 = total.astype(jnp.float32)
-    squares = jnp.where(lane < size, total32 * total32, 0.0)
-    inverse = jax.lax.rsqrt(jnp.sum(squares) / size + eps)
-    sum_ref[row, column] = total
-    normed_ref[row, column] = scaled(total32 * inverse, scale_ref[column], total.dtype)
+    """Kernel body: one program per row, which it reads in parts of powers of two."""
+    size, row = x_ref.shape[1], pl.program_id(0)
+    totals, squares = [], jnp.float32(0.0)
+    for part in spans(size):
+        # partial sums are float32 and are added in the same order for any number of rows
+        delta = delta_ref[0, row, part]
+        for i in range(1, delta_ref.shape[0]):
+            delta += delta_ref[i, row, part]
+        total = x_ref[row, part] + delta.astype(x_ref.dtype)
+        sum_ref[row, part] = total
+        total32 = total.astype(jnp.float32)
+        squares += jnp.sum(total32 * total32)
+        totals.append((part, total32))
+    inverse = jax.lax.rsqrt(squares / size + eps)
+    for part, total32 in totals:
+        normed_ref[row, part] = scaled(total32 * inverse, scale_ref[part], x_ref.dtype)
 
 
 def add_norm(

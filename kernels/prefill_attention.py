@@ -4,8 +4,7 @@ Axes: W packed tokens, G segments (one per request), N query heads, KV key/value
 P pages per request. Segment g has ``counts[g]`` rows, directly after those of segment g - 1. Its
 first token is at position ``starts[g]`` of its request. A row sees the keys of its own request up
 to its own position, with a window W the last W of them. Rows after the last segment are padding.
-The pool is
-``[L, slots, 2, KV, H]`` as in ``tree_attention``; page 0 is the padding page.
+The pool is ``[L, slots, 2, KV, H]`` as in ``tree_attention``; page 0 is the padding page.
 """
 
 from collections.abc import Callable
@@ -47,7 +46,7 @@ def _by_segment(q: Array, counts: Array, attention: Callable[[Array, Array], Arr
     row = jnp.arange(q.shape[0])
 
     def segment(g: Array, out: Array) -> Array:
-        # with the segment's first row at row 0, all others come later and see key 0: none is NaN
+        # rows of other segments come later; without a window they see key 0, so none is NaN
         mixed = attention(jnp.roll(q, -firsts[g], axis=0), g)
         own = (row >= firsts[g]) & (row < ends[g])
         return jnp.where(own[:, None, None], jnp.roll(mixed, firsts[g], axis=0), out)

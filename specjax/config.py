@@ -143,7 +143,7 @@ class ModelConfig(TransformerConfig):
     mlp_bias: bool = False
     qk_norm: bool = False
     windows: tuple[int, ...] = ()  # attention window of each layer; 0, or empty, for none
-    local_rope: Rope | None = None  # of layers with a window, if it differs from the others
+    layer_ropes: tuple[Rope | None, ...] = ()  # of each layer; None, or empty, for ``rope``
     attention_scale: float | None = None  # multiplies attention scores; None is H ** -0.5
     attention_softcap: float | None = None  # soft limit of attention scores
     embedding_scale: float = 1.0
@@ -155,11 +155,11 @@ class ModelConfig(TransformerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.windows and len(self.windows) != self.num_layers:
-            raise ValueError(
-                f"windows={self.windows} must have one value for each of "
-                f"num_layers={self.num_layers}"
-            )
+        for name in ("windows", "layer_ropes"):
+            if (found := getattr(self, name)) and len(found) != self.num_layers:
+                raise ValueError(
+                    f"{name}={found} must have one value for each of num_layers={self.num_layers}"
+                )
         for name in ("attention_scale", "attention_softcap", "logit_softcap"):
             if getattr(self, name) is not None:
                 check_number(name, getattr(self, name), above=0.0)
@@ -174,10 +174,12 @@ class ModelConfig(TransformerConfig):
 
     def context_length(self, asked: int | None) -> int:
         """Return ``asked``, or else ``max_position_embeddings``; raise ValueError if too long."""
-        if asked is not None and asked > self.context_limit:
+        if asked is not None and asked > (limit := self.context_limit):
+            is_extended = limit > self.max_position_embeddings
+            what = "with its rope scaling" if is_extended else "max_position_embeddings"
             raise ValueError(
-                f"context_length={asked} exceeds the model's limit of {self.context_limit} "
-                "(max_position_embeddings); lower context_length"
+                f"context_length={asked} exceeds the model's limit of {limit} ({what}); lower "
+                "context_length"
             )
         return asked or self.max_position_embeddings
 
@@ -188,13 +190,13 @@ class ModelConfig(TransformerConfig):
         chosen for it, so that a token's rotation never depends on the length of its own text.
         """
         windows = tuple(window if window < length else 0 for window in self.windows)
-        rope, local = self.rope.within(length), self.local_rope
+        rope = self.rope.within(length)
         return replace(
             self,
             windows=windows if any(windows) else (),
             rope_theta=rope.theta,
             rope_scaling=rope.scaling,
-            local_rope=None if local is None else local.within(length),
+            layer_ropes=tuple(one and one.within(length) for one in self.layer_ropes),
         )
 
     @property

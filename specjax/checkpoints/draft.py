@@ -274,7 +274,8 @@ def open_mtp(
     model = huggingface_config(path, target.config.dtype)
     check_pair(path / "config.json", model.vocab_size, model.hidden_size, target.config)
     theta = model.rope_theta if rope_theta is None else rope_theta
-    config = dataclasses.replace(model, num_layers=num_modules, rope_theta=theta, windows=())
+    model = dataclasses.replace(model, windows=(), layer_ropes=())  # of the target's layers
+    config = dataclasses.replace(model, num_layers=num_modules, rope_theta=theta)
     return MtpCheckpoint(config, path, lambda: source)
 
 

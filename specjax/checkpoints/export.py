@@ -209,6 +209,8 @@ def published_tensors(
         ends = np.cumsum([part.shape[0] for part in recipe.parts])
         stripes = np.split(array.T if recipe.transpose else array, ends[:-1])
         for part, stripe in zip(recipe.parts, stripes, strict=True):
+            if part.rows is not None:
+                stripe = stripe[np.argsort(part.rows)]
             # safetensors writes the buffer in its memory order
             tensors[part.name] = np.ascontiguousarray(stripe)
     if "d2t" in tensors:

@@ -234,8 +234,7 @@ def gguf_config(file: GGUFFile, dtype: str) -> ModelConfig:
         "output_bias": "blk.0.attn_output.bias" in file.tensors,
         "mlp_bias": "blk.0.ffn_gate.bias" in file.tensors,
         "qk_norm": "blk.0.attn_q_norm.weight" in file.tensors,
-        # a window as wide as the context never applies
-        "windows": (window,) * count if 0 < window < context else (),
+        "windows": (window,) * count if window else (),
         "eos_token_ids": eos_token_ids(file),
         "bos_token_id": file.metadata.get("tokenizer.ggml.bos_token_id", Size, None),
     }

@@ -30,7 +30,7 @@ def huggingface_config(directory: Path, dtype: str) -> ModelConfig:
     is_wrapped = model_type in WRAPPERS
     if is_wrapped:
         config = whole.fields("text_config")
-        model_type = config.get("model_type", str, None)
+        model_type = config.get("model_type", str, WRAPPERS[model_type])
     if model_type not in FAMILIES:
         raise config.wrong("model_type", refusal(model_type))
     family = FAMILIES[model_type]
@@ -38,8 +38,8 @@ def huggingface_config(directory: Path, dtype: str) -> ModelConfig:
     if named and not is_wrapped and family.architecture not in named:
         demand = f"is not supported for model_type={model_type!r}; supported: {family.architecture}"
         raise config.wrong("architectures", demand)
-    stated = {key: value for key, value in config.values.items() if value is not None}
-    config = Fields({**family.defaults, **stated}, config.where)
+    # null means that the model lacks the feature, not that it has the default
+    config = Fields({**family.defaults, **config.values}, config.where)
     check_unquantised(whole)
     values = layer_sizes(config) | {
         "model_type": model_type,
@@ -48,7 +48,7 @@ def huggingface_config(directory: Path, dtype: str) -> ModelConfig:
         "max_position_embeddings": config.get("max_position_embeddings", Size),
         "dtype": _resolve_dtype(whole, directory) if dtype == "auto" else dtype,
         "tie_word_embeddings": config.get("tie_word_embeddings", Flag, False),
-        "eos_token_ids": _eos_token_ids(whole, directory),
+        "eos_token_ids": _eos_token_ids([whole, config], directory),
         "bos_token_id": next(iter(whole.ids("bos_token_id") or config.ids("bos_token_id")), None),
     }
     if is_wrapped:  # their settings for the text model are often absent or wrong
@@ -59,7 +59,7 @@ def huggingface_config(directory: Path, dtype: str) -> ModelConfig:
 def open_text(directory: Path) -> TensorSource:
     """Open the tensors of a directory, of a model with images only those of its text model."""
     source = open_directory(directory)
-    named = {text_name(name): name for name in source.infos if not _OF_IMAGES.match(name)}
+    named = {text_name(name): name for name in source.infos if not OF_IMAGES.match(name)}
     infos = {name: source.infos[stored] for name, stored in named.items()}
     return TensorSource(source.path, infos, lambda name: source.read(named[name]))
 
@@ -69,7 +69,8 @@ def text_name(name: str) -> str:
     return name.replace("language_model.", "", 1)
 
 
-_OF_IMAGES = re.compile(r"(model\.)?(vision_tower|multi_modal_projector|vision_model)\.")
+# tensors of the parts that read images
+OF_IMAGES = re.compile(r"(model\.)?(vision_tower|multi_modal_projector|vision_model)\.")
 
 
 def check_unquantised(config: Fields) -> None:
@@ -120,10 +121,10 @@ def _resolve_dtype(config: Fields, directory: Path) -> str:
     return _DTYPES[named]
 
 
-def _eos_token_ids(config: Fields, directory: Path) -> tuple[int, ...]:
+def _eos_token_ids(configs: list[Fields], directory: Path) -> tuple[int, ...]:
     """Return the end tokens from generation_config.json, config.json and the tokenizer."""
     generation = Fields.read_if_there(directory / "generation_config.json")
-    ids = [*generation.ids("eos_token_id"), *config.ids("eos_token_id")]
+    ids = [i for one in (generation, *configs) for i in one.ids("eos_token_id")]
     return unique_ids([*ids, find_eos_token_id(directory)])
 
 

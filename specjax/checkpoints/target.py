@@ -10,7 +10,12 @@ from functools import partial
 from pathlib import Path
 
 from specjax.checkpoints.gguf import GGUFFile, gguf_config, gguf_source, tokenizer_from_gguf
-from specjax.checkpoints.huggingface import huggingface_config, open_text, text_name
+from specjax.checkpoints.huggingface import (
+    OF_IMAGES,
+    huggingface_config,
+    open_text,
+    text_name,
+)
 from specjax.checkpoints.tensors import Checkpoint
 from specjax.config import DTYPES, ModelConfig
 from specjax.json_file import read_text
@@ -169,9 +174,9 @@ class TargetCheckpoint(Checkpoint[ModelConfig]):
         return text_name(name)
 
     def is_ignored(self, name: str) -> bool:
-        """Whether the tensor is a copy of tied embeddings or belongs to an MTP module."""
+        """Whether a tensor is a copy of tied embeddings, or of an MTP module or of images."""
         is_copy = self.config.tie_word_embeddings and name == "lm_head.weight"
-        return is_copy or name.startswith(MTP_PREFIX)
+        return is_copy or name.startswith(MTP_PREFIX) or OF_IMAGES.match(name) is not None
 
 
 def open_target(

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from specjax.config import BlockConfig, DraftConfig, Dtypes, ModelConfig, TransformerConfig
+from specjax.config import BlockConfig, DraftConfig, Dtypes, ModelConfig, Rope, TransformerConfig
 from specjax.json_file import Fields, Flag, Size
 from specjax.models.layers import LayerKind
 from specjax.models.rope import rotated_rows
@@ -151,8 +151,11 @@ def _projections(
         for x, width in ("q", q_size), ("k", kv_size):
             name = {f"{flat}attention.{x}_norm": f"{prefix}self_attn.{x}_norm"}
             norms |= vectors(config.head_dim if kind.qk_norm else width, name)
+    joined = linear(f"{flat}attention.qkv", qkv, in_size, dtypes, bias=kind.qkv_bias)
+    if config.rotary_dim is not None:
+        rotated(config, joined)
     return (
-        linear(f"{flat}attention.qkv", qkv, in_size, dtypes, bias=kind.qkv_bias)
+        joined
         | linear(f"{flat}attention.output", output, q_size, dtypes, bias=kind.output_bias)
         | linear(f"{flat}mlp.gate_up", gate_up, size, dtypes, bias=kind.mlp_bias)
         | linear(f"{flat}mlp.down", down, inner, dtypes, bias=kind.mlp_bias)
@@ -190,28 +193,30 @@ def fused(recipes: dict[str, Recipe], flat: str, name: str) -> None:
         recipes[weight] = replace(recipes[weight], parts=(joined,))
 
 
-def rotated_in_part(
-    config: ModelConfig, recipes: dict[str, Recipe], flat: str, *, interleaved: bool
+def rotated(
+    config: TransformerConfig, recipes: dict[str, Recipe], *, interleaved: bool = False
 ) -> None:
     """Reorder the stored queries and keys of a layer as the rotation expects them."""
     dim, counts = config.head_dim, (config.num_heads, config.num_kv_heads)
-    rotated = dim if config.rotary_dim is None else config.rotary_dim
-    orders = [rotated_rows(n, dim, rotated, interleaved=interleaved) for n in counts]
-    for weight in [weight for weight in recipes if weight.startswith(f"{flat}attention.qkv.")]:
+    size = dim if config.rotary_dim is None else config.rotary_dim
+    orders = [rotated_rows(n, dim, size, interleaved=interleaved) for n in counts]
+    for weight in [weight for weight in recipes if ".qkv." in f".{weight}"]:
         query, key, value = recipes[weight].parts
         parts = (replace(query, rows=orders[0]), replace(key, rows=orders[1]), value)
         recipes[weight] = replace(recipes[weight], parts=parts)
 
 
 def alike(config: ModelConfig, **differences: Any) -> tuple[LayerKind, ...]:
-    """Describe layers that differ only in their windows, and in ``local_rope`` if there is one."""
+    """Describe layers that differ only in their windows and rotary embeddings."""
+    options = {"scale": config.attention_scale, "softcap": config.attention_softcap}
 
-    def kind(window: int) -> LayerKind:
-        rope = {"rope": config.local_rope} if window and config.local_rope else {}
-        options = {"scale": config.attention_scale, "softcap": config.attention_softcap}
-        return LayerKind.of(config, **{"window": window or None, **options, **rope, **differences})
+    def kind(window: int, rope: Rope | None) -> LayerKind:
+        own = {"window": window or None, "rope": rope or config.rope}
+        return LayerKind.of(config, **{**options, **own, **differences})
 
-    return tuple(map(kind, config.windows or (0,) * config.num_layers))
+    windows = config.windows or (0,) * config.num_layers
+    ropes = config.layer_ropes or (None,) * config.num_layers
+    return tuple(kind(*pair) for pair in zip(windows, ropes, strict=True))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,15 +241,19 @@ def attention_biases(config: Fields) -> dict[str, Any]:
     return {"qkv_bias": has_bias, "output_bias": has_bias}
 
 
-def layer_windows(config: Fields, slides: Callable[[int], bool]) -> dict[str, Any]:
-    """Read the windows of layers; ``slides(i)`` says which have one without ``layer_types``."""
-    window, count = config.get("sliding_window", Size, 0), config.get("num_hidden_layers", Size)
-    kinds = config.get("layer_types", list[str], [])
+def sliding_layers(config: Fields, slides: Callable[[int], bool]) -> list[bool]:
+    """Read which layers have a window; ``slides(i)`` decides without ``layer_types``."""
+    kinds, count = config.get("layer_types", list[str], []), config.get("num_hidden_layers", Size)
     if unknown := sorted(set(kinds) - {"sliding_attention", "full_attention"}):
         raise config.wrong("layer_types", f"has kinds {unknown} that are not supported")
     if kinds and len(kinds) != count:
         raise config.wrong("layer_types", f"must name the kinds of {count} layers")
-    if not window or window >= config.get("max_position_embeddings", Size):
+    return [kind == "sliding_attention" for kind in kinds] or [slides(i) for i in range(count)]
+
+
+def layer_windows(config: Fields, slides: Callable[[int], bool]) -> dict[str, Any]:
+    """Read the windows of layers, as for :func:`sliding_layers`."""
+    window, are = config.get("sliding_window", Size, 0), sliding_layers(config, slides)
+    if not window or not any(are):
         return {}
-    are = [kind == "sliding_attention" for kind in kinds] or [slides(i) for i in range(count)]
-    return {"windows": tuple(window if is_local else 0 for is_local in are)} if any(are) else {}
+    return {"windows": tuple(window if is_local else 0 for is_local in are)}

@@ -5,8 +5,8 @@ from functools import partial
 from typing import Any
 
 from specjax.config import Rope
-from specjax.json_file import Fields, Flag, Size
-from specjax.models.family import Family, alike, attention_biases, layer_windows
+from specjax.json_file import Fields, Flag, PositiveSize, Size
+from specjax.models.family import Family, alike, attention_biases, layer_windows, sliding_layers
 from specjax.models.rope import local_theta
 
 
@@ -21,7 +21,7 @@ def _gemma(config: Fields) -> dict[str, Any]:
 
 
 def _gemma2(config: Fields, pattern: int = 2) -> dict[str, Any]:
-    every = config.get("sliding_window_pattern", Size, pattern)
+    every = config.get("sliding_window_pattern", PositiveSize, pattern)
     return {
         **_gemma(config),
         **layer_windows(config, lambda i: (i + 1) % every > 0),
@@ -32,13 +32,16 @@ def _gemma2(config: Fields, pattern: int = 2) -> dict[str, Any]:
 
 
 def _gemma3(config: Fields) -> dict[str, Any]:
+    every = config.get("sliding_window_pattern", PositiveSize, 6)
     local = Rope(config.get("head_dim", Size), local_theta(config, 10000.0))
-    return _gemma2(config, pattern=6) | {"qk_norm": True, "local_rope": local}
+    slides = sliding_layers(config, lambda i: (i + 1) % every > 0)
+    ropes = tuple(local if is_local else None for is_local in slides)
+    return _gemma2(config, pattern=6) | {"qk_norm": True, "layer_ropes": ropes}
 
 
 _DEFAULTS = {
     "head_dim": 256,
-    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_act": "gelu_pytorch_tanh",
     "max_position_embeddings": 8192,
     "rms_norm_eps": 1e-6,
     "tie_word_embeddings": True,
@@ -57,7 +60,7 @@ GEMMA = Family(
     architecture="GemmaForCausalLM",
     read=_gemma,
     layers=partial(alike, norm_offset=1.0),
-    defaults=_DEFAULTS | {"hidden_activation": None},
+    defaults=_DEFAULTS,
 )
 GEMMA2 = Family(
     architecture="Gemma2ForCausalLM",

@@ -6,15 +6,7 @@ from typing import Any
 
 from specjax.config import ModelConfig
 from specjax.json_file import Fields, Flag
-from specjax.models.family import (
-    Family,
-    Recipe,
-    alike,
-    decoder_layer,
-    fused,
-    renamed,
-    rotated_in_part,
-)
+from specjax.models.family import Family, Recipe, alike, decoder_layer, fused, renamed, rotated
 from specjax.models.layers import LayerKind
 
 # the norms after attention and feed-forward have names of their own
@@ -33,7 +25,7 @@ def _layer(config: ModelConfig, kind: LayerKind, flat: str, prefix: str) -> dict
     recipes = decoder_layer(config, kind, flat, prefix)
     if kind.post_norm:
         recipes = renamed(recipes, _NORMS)
-    rotated_in_part(config, recipes, flat, interleaved=True)
+    rotated(config, recipes, interleaved=True)
     fused(recipes, f"{flat}mlp.gate_up", f"{prefix}mlp.gate_up_proj")
     return recipes
 

@@ -266,13 +266,13 @@ class Attention(nnx.Module):
             q = self.q_norm(q.reshape(*x.shape[:-1], -1)).reshape(q.shape)
             k = self.k_norm(k.reshape(*x.shape[:-1], -1)).reshape(k.shape)
         elif self.q_norm is not None and self.k_norm is not None:
-            q_scale = self.q_norm.factor if factor == 1.0 else self.q_norm.factor * factor
+            q_scale = self.q_norm.factor if factor == 1.0 else _times(self.q_norm.factor, factor)
             rope = rope._replace(norms=(q_scale, self.k_norm.factor, self.k_norm.eps))
             factor = 1.0
         if factor != 1.0:
-            q = q * factor
+            q = _times(q, factor)
         if rope.query_scale is not None:
-            q = (q * rope.query_scale).astype(q.dtype)
+            q = _times(q, rope.query_scale)
         options = self.kind.attention_options
         if self.sinks is not None:
             options["sinks"] = self.sinks[...]
@@ -361,7 +361,12 @@ class DecoderLayer(nnx.Module):
         """The value that a block adds to ``x``."""
         delta = delta if norm is None else norm(whole(delta, x.ndim, x.dtype))
         factor = self.kind.residual_scale
-        return delta if factor == 1.0 else delta * factor
+        return delta if factor == 1.0 else _times(delta, factor)
+
+
+def _times(x: Array, factor: float | Array) -> Array:
+    """``x * factor``; bfloat16 does not round the factor."""
+    return (x.astype(jnp.float32) * factor).astype(x.dtype)
 
 
 def _add_norm(norm: RMSNorm | None, x: Array, delta: Array | None) -> tuple[Array, Array]:

@@ -15,7 +15,7 @@ def _granite(config: Fields) -> dict[str, Any]:
         "embedding_scale": config.get("embedding_multiplier", float, 1.0),
         "residual_scale": config.get("residual_multiplier", float, 1.0),
         "attention_scale": config.get("attention_multiplier", float, 1.0),
-        "logit_scale": 1.0 / config.get("logits_scaling", float, 1.0),
+        "logit_scale": 1.0 / (config.get("logits_scaling", float, 1.0) or 1.0),
     }
 
 
@@ -25,8 +25,9 @@ def _mistral(config: Fields) -> dict[str, Any]:
 
 LLAMA = Family(architecture="LlamaForCausalLM", read=_llama, gguf="interleaved")
 GRANITE = Family(architecture="GraniteForCausalLM", read=_granite)
-MISTRAL = Family(architecture="MistralForCausalLM", read=_mistral)
-MINISTRAL = Family(architecture="MinistralForCausalLM", read=_mistral)
+_WINDOW = {"sliding_window": 4096}
+MISTRAL = Family(architecture="MistralForCausalLM", read=_mistral, defaults=_WINDOW)
+MINISTRAL = Family(architecture="MinistralForCausalLM", read=_mistral, defaults=_WINDOW)
 MINISTRAL3 = Family(
     architecture="Ministral3ForCausalLM",
     read=_mistral,

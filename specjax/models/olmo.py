@@ -6,7 +6,7 @@ from typing import Any
 
 from specjax.config import Rope
 from specjax.json_file import Fields, Size
-from specjax.models.family import Family, alike, attention_biases, layer_windows
+from specjax.models.family import Family, alike, attention_biases, layer_windows, sliding_layers
 from specjax.models.rope import local_theta
 
 
@@ -14,11 +14,13 @@ def _olmo3(config: Fields) -> dict[str, Any]:
     heads = config.get("num_attention_heads", Size)
     head_dim = config.get("head_dim", Size, config.get("hidden_size", Size) // heads)
     theta = local_theta(config, config.get("rope_theta", float))
-    return {
-        **attention_biases(config),
-        **layer_windows(config, lambda i: (i + 1) % 4 > 0),
-        "local_rope": Rope(head_dim, theta),
-    }
+
+    def slides(i: int) -> bool:
+        return (i + 1) % 4 > 0
+
+    ropes = (Rope(head_dim, theta) if one else None for one in sliding_layers(config, slides))
+    windows = layer_windows(config, slides)
+    return attention_biases(config) | windows | {"layer_ropes": tuple(ropes)}
 
 
 OLMO2 = Family(

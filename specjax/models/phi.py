@@ -4,14 +4,7 @@ from typing import Any
 
 from specjax.config import ModelConfig
 from specjax.json_file import Fields
-from specjax.models.family import (
-    Family,
-    Recipe,
-    decoder_layer,
-    fused,
-    layer_windows,
-    rotated_in_part,
-)
+from specjax.models.family import Family, Recipe, decoder_layer, fused, layer_windows
 from specjax.models.layers import LayerKind
 
 
@@ -21,8 +14,6 @@ def _phi3(config: Fields) -> dict[str, Any]:
 
 def _layer(config: ModelConfig, kind: LayerKind, flat: str, prefix: str) -> dict[str, Recipe]:
     recipes = decoder_layer(config, kind, flat, prefix)
-    if config.rotary_dim is not None:
-        rotated_in_part(config, recipes, flat, interleaved=False)
     fused(recipes, f"{flat}attention.qkv", f"{prefix}self_attn.qkv_proj")
     fused(recipes, f"{flat}mlp.gate_up", f"{prefix}mlp.gate_up_proj")
     return recipes

@@ -31,10 +31,10 @@ FAMILIES: dict[str, Family] = {
     "glm": GLM,
     "glm4": GLM4,
 }
-# models that also read images; only their text model, ``text_config``, is loaded
-WRAPPERS = ("gemma3", "mistral3")
+# models that also read images, and the family of their text model, which alone is loaded
+WRAPPERS = {"gemma3": "gemma3_text", "mistral3": "mistral"}
 HOW_TO_ADD = "docs/models.md shows how to add a model family"
-UNKNOWN = f"must be one of {sorted(FAMILIES)}; {HOW_TO_ADD}"
+UNKNOWN = f"must be one of {sorted({*FAMILIES, *WRAPPERS})}; {HOW_TO_ADD}"
 # what is missing for families that people ask for
 _REASONS = {
     "mixtures of experts": "deepseek_v2 deepseek_v3 ernie4_5_moe glm4_moe gpt_oss granitemoe "
@@ -43,6 +43,8 @@ _REASONS = {
     "mamba mamba2 nemotron_h qwen3_5 qwen3_5_text qwen3_next recurrent_gemma zamba2",
     "LayerNorm layers": "cohere cohere2 falcon gpt2 gpt_neox nemotron olmo opt phi stablelm "
     "starcoder2",
+    "images, or text alone from other files": "idefics3 internvl llava llava_next mllama pixtral "
+    "qwen2_vl qwen2_5_vl qwen3_vl",
     "per-layer embeddings": "gemma3n gemma3n_text gemma4 gemma4_text",
 }
 

@@ -112,9 +112,8 @@ def read_rope(config: Fields, head_dim: int, default: float = 10000.0) -> dict[s
         place = place.fields("full_attention")
     elif not place.values:
         place = config.fields("rope_scaling")
-    for key, value in place.values.items():
-        if isinstance(value, dict):
-            raise place.wrong(key, "must be a number; parameters by layer type are not supported")
+    if any(isinstance(value, dict) for value in place.values.values()):
+        raise config.wrong("rope_parameters", "must be one set, or have one for 'full_attention'")
     share = place.get(
         "partial_rotary_factor", float, config.get("partial_rotary_factor", float, 1.0)
     )
@@ -139,7 +138,6 @@ _NUMBERS = {
     "linear": ("factor",),
     "dynamic": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
-    "yarn": ("factor",),
 }
 _OLD_NAMES = {"su": "longrope", "mrope": "default"}
 _ORIGINAL = "original_max_position_embeddings"
@@ -164,7 +162,8 @@ def _scaling(place: Fields, config: Fields, size: int) -> RopeScaling | None:
         values |= {"beta_fast": fast, "beta_slow": slow}
         values["truncate"] = place.get("truncate", Flag, True)
         values["llama_4_scaling_beta"] = place.get("llama_4_scaling_beta", float, 0.0)
-        factor, scale = values["factor"], place.get("mscale", float, 0.0)
+        factor = place.get("factor", float, max(1.0, longest / values[_ORIGINAL]))
+        values["factor"], scale = factor, place.get("mscale", float, 0.0)
         all_scale = place.get("mscale_all_dim", float, 0.0)
         attention = _yarn_factor(factor, 1.0)
         if scale and all_scale:

@@ -104,8 +104,12 @@ class TrainState:
 
 
 def layer_shape(model: ModelConfig) -> dict[str, Any]:
-    """The fields of a draft with the target's layer shape; its heads are rotated completely."""
+    """The fields of a draft with the target's layer shape.
+
+    Other engines read only SiLU, and heads that are rotated completely.
+    """
     shape = {field.name: getattr(model, field.name) for field in fields(TransformerConfig)}
+    shape["activation"] = "silu"
     return shape if model.rotary_dim is None else shape | {"rotary_dim": None, "rope_scaling": None}
 
 

@@ -252,6 +252,17 @@ def test_published_configurations(name: str, tmp_path: Path) -> None:
     assert count / 1e9 == pytest.approx(billions, abs=0.006 * billions)
 
 
+def test_null_is_not_the_default(tmp_path: Path) -> None:
+    """transformers reads a soft cap or window of null as none, and has defaults for absent keys."""
+    named = ("attn_logit_softcapping", "final_logit_softcapping", "sliding_window")
+    without = {key: value for key, value in GEMMA2.items() if key not in named}
+    absent = read(tmp_path, without, {})
+    assert (absent.attention_softcap, absent.logit_softcap) == (50.0, 30.0)
+    assert absent.windows == (4096, 0) * 13
+    null = read(tmp_path, GEMMA2 | dict.fromkeys(named), {})
+    assert (null.attention_softcap, null.logit_softcap, null.windows) == (None, None, ())
+
+
 def test_what_is_special_is_read(tmp_path: Path) -> None:
     def of(name: str) -> ModelConfig:
         return read(tmp_path, *PUBLISHED[name][:2])
@@ -261,15 +272,19 @@ def test_what_is_special_is_read(tmp_path: Path) -> None:
     assert gemma3.max_position_embeddings == 131072
     assert gemma3.tie_word_embeddings
     assert gemma3.windows == (1024, 1024, 1024, 1024, 1024, 0) * 8
-    near, far = (layer_kinds(gemma3)[i].rope for i in (0, 5))
-    assert near == Rope(256, 10000.0)
+    # windows that a short context does not reach still mark layers with a base of their own
+    for config in (gemma3, gemma3.within(1024), gemma3.within(1025)):
+        near, far = (layer_kinds(config)[i].rope for i in (0, 5))
+        assert near == Rope(256, 10000.0)
+    assert gemma3.within(1024).windows == ()
     assert (far.theta, far.scaling and far.scaling.factor) == (1e6, 8.0)
     gemma2 = of("gemma2")
     assert gemma2.windows == (4096, 0) * 13
     assert (gemma2.attention_scale, gemma2.attention_softcap) == (1 / 16, 50.0)
     assert of("phi3").windows == (2047,) * 32
     mini = of("phi4_mini")
-    assert (mini.windows, mini.rotary_dim, mini.rope_scaling.factor) == ((), 96, 32.0)
+    assert (mini.rotary_dim, mini.rope_scaling.factor) == (96, 32.0)
+    assert mini.within(mini.context_length(None)).windows == ()
     assert mini.within(4096).rope_scaling.long_factor == (1.0,) * 48
     assert mini.within(4097).rope_scaling.long_factor == (2.0,) * 48
     olmo = of("olmo3")
