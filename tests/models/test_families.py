@@ -230,7 +230,10 @@ def test_a_product_with_a_kernel_of_another_dtype(dtype: str) -> None:
         assert found.dtype == out
         np.testing.assert_allclose(np.float32(found), expected, atol=limit * np.abs(expected).max())
     some = jnp.array([3, 0, 7])
-    np.testing.assert_array_equal(dot(x, take_outputs(kernel, some)), dot(x, kernel)[..., some])
+    # products of other widths may sum in another order
+    limit = 1e-5 if dtype == "float32" else 1e-2
+    chosen, whole = dot(x, take_outputs(kernel, some)), dot(x, kernel)[..., some]
+    np.testing.assert_allclose(np.float32(chosen), np.float32(whole), rtol=limit, atol=limit)
 
 
 def mixed_layers(config: Any) -> tuple[LayerKind, ...]:
