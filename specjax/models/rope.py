@@ -101,7 +101,7 @@ def rotated_rows(heads: int, head_dim: int, rotary_dim: int, *, interleaved: boo
     return (np.arange(heads)[:, None] * head_dim + order).reshape(-1)
 
 
-def read_rope(config: Fields, head_dim: int, default: float = 10000.0) -> dict[str, Any]:
+def read_rope(config: Fields, head_dim: int) -> dict[str, Any]:
     """Read base, scaling and rotated dimensions from a ``config.json``.
 
     transformers 4 writes ``rope_theta`` and ``rope_scaling``; transformers 5 writes
@@ -120,7 +120,7 @@ def read_rope(config: Fields, head_dim: int, default: float = 10000.0) -> dict[s
     if not 0.0 < share <= 1.0:
         raise config.wrong("partial_rotary_factor", "must be above 0 and at most 1")
     return {
-        "rope_theta": place.get("rope_theta", float, config.get("rope_theta", float, default)),
+        "rope_theta": place.get("rope_theta", float, config.get("rope_theta", float, 10000.0)),
         "rope_scaling": _scaling(place, config, int(head_dim * share)),
         "rotary_dim": None if share == 1.0 else int(head_dim * share),
     }

@@ -1,13 +1,18 @@
 """Training-time test computes the same states as a head during serving."""
 
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from specjax.models.decoder import CausalLM
+from specjax.models.flat import FlatModel
 from specjax.models.layers import dense_attention, rotated
+from specjax.testing import TARGET, random_weights
+from specjax.testing.dense import dense_logits
 from specjax.training.data import pack
 from specjax.training.trainer import TrainConfig
 from specjax.training.ttt import (
@@ -164,3 +169,22 @@ def test_accept_length_telescopes():
     reached, accepted = jnp.array([8.0, 4.0]), jnp.array([4.0, 2.0])
     statistics = StepStatistics(reached, reached, reached, reached, accepted)
     assert statistics.accept_length() == 1.75
+
+
+def test_packed_texts_are_those_of_a_family_with_windows_and_soft_caps():
+    options = {"windows": (4, 0), "attention_softcap": 0.5, "logit_softcap": 2.0}
+    config = dataclasses.replace(TARGET, model_type="ministral", **options)
+    flat = FlatModel.of(partial(CausalLM, config))
+    weights = random_weights(flat, 0)
+    tokens = np.random.default_rng(0).integers(config.vocab_size, size=(1, 20))
+    texts, positions = np.repeat([[1, 2]], (12, 8), axis=1), np.r_[:12, :8][None]
+
+    @jax.jit
+    def logits(tokens, positions):
+        model = flat.rebuild(weights)
+        return model.logits(model(tokens, positions, None, packed_attend(texts))[0])[0]
+
+    found = np.asarray(logits(np.int32(tokens), np.int32(positions)))
+    for begin, end in ((0, 12), (12, 20)):
+        expected = dense_logits(weights, tokens[0, begin:end], config)
+        np.testing.assert_allclose(found[begin:end], expected, atol=1e-5)
