@@ -148,8 +148,8 @@ def specjax_prefill_attention(
             products = [row_dot(x, y, transpose=True) for x, y in zip(q, k, strict=True)]
             scores = base2_scores(sum(products[1:], products[0]), scale, softcap)
             if is_masked:
-                behind = token[:, None] - (position - first_position)[None, :]
-                visible = behind >= 0 if window is None else (behind >= 0) & (behind < window)
+                gap = token[:, None] - (position - first_position)[None, :]
+                visible = gap >= 0 if window is None else (gap >= 0) & (gap < window)
                 scores = jnp.where(visible, scores, NEGATIVE)
             new_best = jnp.maximum(best, jnp.max(scores, axis=1))
             # without a window, every row sees key 0, so new_best is finite, and masked keys have

@@ -89,8 +89,8 @@ def brute_force(
         own = slice(end - counts[g], end)
         keys = np.arange(starts[g] + counts[g])
         kv = pool[table[g, keys // page_size] * page_size + keys % page_size]
-        behind = (starts[g] + np.arange(counts[g]))[:, None] - keys
-        visible = (behind >= 0) & (behind < window)
+        gap = (starts[g] + np.arange(counts[g]))[:, None] - keys
+        visible = (gap >= 0) & (gap < window)
         for n in range(q.shape[1] if counts[g] else 0):
             scores = q[own, n] @ kv[:, 0, n // group].T / np.sqrt(q.shape[2])
             scores = softcap * np.tanh(scores / softcap)
