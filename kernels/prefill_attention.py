@@ -141,6 +141,9 @@ def specjax_prefill_attention(
             position = i * tiles.block_keys + jnp.arange(tiles.block_keys)
             # past the end, read the last key again and mask its score; the load needs no mask
             key = jnp.minimum(position, total - 1) if is_masked else position
+            if is_masked and window is not None:
+                # pages before all windows may belong to another request
+                key = jnp.maximum(key, jnp.maximum(first_position - window + 1, 0))
             page = table_ref[segment, jnp.minimum(key // page_size, table_ref.shape[1] - 1)]
             slot = page * page_size + key % page_size
             k = [pool_ref[layer, slot, 0, head, part] for part in parts]

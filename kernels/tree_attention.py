@@ -114,7 +114,10 @@ def _dense_or_chunked(
 
     def scores_of(keys: Array) -> tuple[Array, Array]:
         k, v = _gather(pool, layer, page_table, keys, page_size)
-        return _scores(grouped, k, _visible(keys, seq_lens, tree_mask, rows, oldest), softcap), v
+        visible = _visible(keys, seq_lens, tree_mask, rows, oldest)
+        if oldest is not None:  # pages before all windows may belong to another request
+            v = jnp.where(visible.any(axis=1)[:, :, None, None], v, 0)
+        return _scores(grouped, k, visible, softcap), v
 
     if not is_chunked and sinks is None:
         scores, v = scores_of(jnp.arange(page_table.shape[1] * page_size, dtype=jnp.int32))
@@ -284,7 +287,8 @@ def specjax_tree_attention(
         oldest = token + (num_new - rows - window + 1)
         if has_positions:
             oldest = inputs["positions"][request, token] - seq_len - window + 1
-        skipped = jnp.maximum(seq_len + jnp.min(oldest), 0) // tiles.block_keys
+        begin = jnp.maximum(seq_len + jnp.min(oldest), 0)
+        skipped = begin // tiles.block_keys
         blocks -= skipped
     share = (blocks + tiles.num_splits - 1) // tiles.num_splits
     first = split * share
@@ -297,6 +301,8 @@ def specjax_tree_attention(
         position = i * tiles.block_keys + jnp.arange(tiles.block_keys)
         # past the end, read the last key again and mask its score; the load needs no mask
         key = jnp.minimum(position, total - 1)
+        if window is not None:  # pages before all windows may belong to another request
+            key = jnp.maximum(key, begin)
         where = (pool_ref, layer, table_ref, request, head, key, page_size)
         loaded = [load_kv(*where, part) for part in parts]
         products = [row_dot(x, k, transpose=True) for x, (k, _) in zip(q, loaded, strict=True)]

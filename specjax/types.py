@@ -234,8 +234,20 @@ class SamplingTable:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
+class SplitPool:
+    """Keys and values of layers without and with a window, in pools with pages of their own."""
+
+    full: Array | None  # [L, KV indices, 2, KV, H]; ``None`` if all layers have a window
+    windowed: Array  # [L, KV indices of window pages, 2, KV, H]
+
+
+TargetPool = Array | SplitPool
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class KVPools:
     """The target's keys and values, and the algorithm's state."""
 
-    target: Array  # [L, KV indices, 2, KV, H]
+    target: TargetPool  # [L, KV indices, 2, KV, H]
     draft: Any  # the algorithm's state: a pool over the same KV indices, tables, or nothing

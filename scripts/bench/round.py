@@ -134,7 +134,7 @@ def prefill(engine: Engine, prompts: list[list[int]]) -> list[int]:
     slots = list(range(1, len(prompts) + 1))
     for slot, prompt in zip(slots, prompts, strict=True):
         runner.set_slot(slot, params, seed=slot)
-        runner.set_pages(slot, range(1 + (slot - 1) * pages_each, 1 + slot * pages_each))
+        runner.set_measured_pages(slot, range(1 + (slot - 1) * pages_each, 1 + slot * pages_each))
         for at in range(0, len(prompt), width):
             runner.prefill([Chunk.of(slot, prompt, at, at + width)])
     for _ in range(3):

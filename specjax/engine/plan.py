@@ -15,7 +15,7 @@ from specjax.config import ModelConfig
 from specjax.disaggregation.decode import TRANSIT_TOKENS
 from specjax.engine.args import EngineArgs
 from specjax.kernels.invariant_attention import HEAD_DIMS, MAX_ROWS
-from specjax.kv.budget import KVWrites
+from specjax.kv.holding import KVWrites
 from specjax.metrics import METRICS, Totals
 from specjax.models.flat import Networks, Placement
 from specjax.models.registry import layer_kinds
@@ -31,6 +31,8 @@ MEMORY_GRANULE = 2**28
 # Prompt tokens per step if nothing decodes or a burst starts: 42,500 tokens/s (Llama-3.1-8B shape)
 # instead of 39,400 in chunks of 2,048.
 IDLE_CHUNK = 8192
+# the same for models with windows and few slots
+LEAST_IDLE_CHUNK = 2048
 # rows of the smallest tier that the budget policy also runs packed
 LEAST_PACKED_NODES = 5
 # On a GPU, packed rounds need weights of this size. Smaller models gain nothing, and confidences of
@@ -52,7 +54,8 @@ class EnginePlan:
 
     @property
     def kv_bytes(self) -> int:
-        return self.config.num_pages * self.config.page_size * self.needs.token_bytes
+        tokens = self.config.num_pages * self.config.page_size
+        return tokens * self.needs.token_bytes + self.needs.window_bytes
 
     @property
     def has_trained_draft(self) -> bool:
@@ -162,7 +165,10 @@ def plan_engine(args: EngineArgs) -> EnginePlan:
     if on_cpu:
         most = min(chunk, context_length)
     else:
-        most = min(max(chunk, IDLE_CHUNK), context_length * slots)
+        idle, windows = IDLE_CHUNK, networks.target_config.windows
+        if windows:  # a prefill needs window pages for its tokens: no more than a quarter
+            idle = min(idle, max(LEAST_IDLE_CHUNK, slots * max(windows) // 4))
+        most = min(max(chunk, idle), context_length * slots)
     smallest = sizing.smallest_bucket(
         on_gpu=not on_cpu, drafts=shapes[-1].steps > 0, weight_bytes=networks.weight_bytes
     )
@@ -191,14 +197,20 @@ def plan_engine(args: EngineArgs) -> EnginePlan:
     )
     memory = sizing.device_memory(placement.device) // MEMORY_GRANULE * MEMORY_GRANULE
     transit_tokens = TRANSIT_TOKENS if args.disaggregation_mode == "decode" else 0
-    needs = sizing.memory_needs(networks, config, transit_tokens)
-    num_pages = sizing.plan_pages(
-        needs,
-        config,
-        memory=memory,
-        max_total_tokens=args.max_total_tokens,
-        mem_fraction_static=args.mem_fraction_static,
-    )
+    splits = args.disaggregation_mode is None  # KV is sent from a single pool
+    window_pages = sizing.num_window_pages(networks.target_config, config) if splits else 0
+    for num_window_pages in (window_pages, 0):
+        config = replace(config, num_window_pages=num_window_pages)
+        needs = sizing.memory_needs(networks, config, transit_tokens)
+        num_pages = sizing.plan_pages(
+            needs,
+            config,
+            memory=memory,
+            max_total_tokens=args.max_total_tokens,
+            mem_fraction_static=args.mem_fraction_static,
+        )
+        if num_pages > num_window_pages:  # otherwise, a split would save nothing
+            break
     config = replace(config, num_pages=num_pages)
     plan = EnginePlan(args, target, drafts, networks, needs, config, context_length)
     for line in plan.describe():

@@ -9,12 +9,12 @@ pages, for up to ``GROW_DISPATCHES`` dispatches. They keep pages until others ne
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass
 
+from specjax.kv.holding import KVWrites, PageHolding
 from specjax.kv.pages import PageAllocator
-from specjax.kv.prefix_cache import Node, PrefixCache
-from specjax.types import DraftShape
+from specjax.kv.prefix_cache import PrefixCache
+from specjax.kv.window_pages import WindowPages
 
 GROW_DISPATCHES = 16
 
@@ -25,60 +25,6 @@ RESERVE_START = 0.3
 MIN_RESERVE = 0.1
 RESERVE_RAISE = 0.2
 RESERVE_DECAY = 0.998
-
-
-class KVWrites(NamedTuple):
-    """Maximum number of KV indices that dispatches write after a text, over all tiers."""
-
-    rounds: int  # rounds per dispatch
-    accept_width: int  # A, maximum number of tokens that a round adds
-    rows: int  # number of KV indices that a round writes
-    tail: int  # number of KV indices that a round needs after the last token of a request
-
-    @classmethod
-    def of(cls, shapes: Sequence[DraftShape], rounds: int) -> "KVWrites":
-        return cls(
-            rounds,
-            max(shape.accept_width for shape in shapes),
-            max(shape.rows for shape in shapes),
-            max(shape.tail for shape in shapes),
-        )
-
-    def after(self, num_rounds: int) -> int:
-        """Number of KV indices after a text that ``num_rounds`` unread rounds may write."""
-        return (num_rounds - 1) * self.accept_width + self.rows if num_rounds else 0
-
-
-@dataclass(eq=False)
-class PageHolding:
-    """The pages of one running request, and the lengths that are needed to plan them.
-
-    ``kv_len`` counts tokens whose KV in the target is final after all dispatches so far. Tokens of
-    a prefill chunk count once the chunk is dispatched, and tokens of a round once they are read.
-    Dispatches write at ``kv_len`` and later. If the draft's KV at a position depends on the next n
-    tokens, n > 1, they also write the n - 1 positions before ``kv_len``, but not cached ones.
-    """
-
-    slot: int  # request slot
-    prefill_ids: list[int]  # the prompt, and any output from before a preemption
-    max_kv_tokens: int  # maximum number of the request's tokens in the pool
-    num_cacheable: int  # number of leading tokens whose KV may come from the prefix cache
-    pages: list[int] = field(default_factory=list)  # in the order of the text
-    num_shared: int = 0  # number of leading pages owned by the prefix cache, which are only read
-    node: Node | None = None  # node of the last shared page in the prefix cache; it is locked
-    num_cached: int = 0  # number of leading tokens whose KV came from the prefix cache
-    kv_len: int = 0
-    unread_rounds: int = 0  # rounds dispatched but not read by the host
-
-    def max_kv_len(self, writes: KVWrites, dispatches: int = 1) -> int:
-        """Maximum number of KV indices in use after all dispatches so far and ``dispatches`` more.
-
-        A round writes drafts and verified rows after the text in the pool. Tokens beyond the
-        request's maximum and the tail are never accepted, so their KV may go to page 0.
-        """
-        begin = max(self.kv_len, len(self.prefill_ids))
-        rounds = self.unread_rounds + dispatches * writes.rounds
-        return min(begin + writes.after(rounds), self.max_kv_tokens + writes.tail)
 
 
 @dataclass
@@ -96,6 +42,7 @@ class PageBudget:
         writes: maximum KV write of a dispatch.
         set_pages: called with (slot, pages, first), writes a slot's page table from ``first`` on.
         lookahead: passed to the prefix cache; ``None`` disables sharing.
+        windows: the pages of layers with a window, if they have a pool of their own.
     """
 
     def __init__(
@@ -104,6 +51,7 @@ class PageBudget:
         writes: KVWrites,
         set_pages: Callable[[int, Sequence[int], int], None],
         lookahead: int | None,
+        windows: WindowPages | None = None,
     ) -> None:
         self._allocator = allocator
         # owns shared pages; empty without sharing
@@ -112,6 +60,9 @@ class PageBudget:
         self._writes = writes
         self._set_pages = set_pages
         self._reserve = RESERVE_START
+        self._windows = windows
+        if windows is not None:
+            allocator.on_free = windows.drop
 
     @property
     def num_used_tokens(self) -> int:
@@ -132,6 +83,9 @@ class PageBudget:
         Updates ``capacity``, the page totals of the running requests.
         """
         node, shared = self.cache.match(holding.prefill_ids, holding.num_cacheable)
+        if self._windows is not None and (usable := self._windows.usable(shared)) < len(shared):
+            limit = usable * self._allocator.page_size
+            node, shared = self.cache.match(holding.prefill_ids, limit)
         self.cache.lock(node)
         holding.node, holding.num_shared = node, len(shared)
         holding.num_cached = holding.kv_len = len(shared) * self._allocator.page_size
@@ -160,6 +114,12 @@ class PageBudget:
         other holdings. If there are too few, returns ``False`` and changes nothing.
         """
         self._reserve = max(MIN_RESERVE, self._reserve * RESERVE_DECAY)
+        is_grown = self._grow(holdings, running)
+        if self._windows is None or not is_grown:
+            return is_grown
+        return self._windows.grow(holdings, running)
+
+    def _grow(self, holdings: Sequence[PageHolding], running: Sequence[PageHolding]) -> bool:
         counts = self._missing(holdings, 1)
         if not any(counts):
             return True
@@ -178,6 +138,16 @@ class PageBudget:
                 del pages[:count]
                 self._set_pages(holding.slot, holding.pages[first:], first)
         return True
+
+    def prepare_chunk(self, holding: PageHolding, end: int, running: Sequence[PageHolding]) -> None:
+        """Prepare a prompt chunk up to ``end``, before ``holding.kv_len`` counts its tokens."""
+        if self._windows is not None:
+            self._windows.prepare_chunk(holding, end, running)
+
+    def chunks_dispatched(self) -> None:
+        """Note that all prepared chunks have been dispatched."""
+        if self._windows is not None:
+            self._windows.chunks_dispatched()
 
     def _missing(self, holdings: Sequence[PageHolding], dispatches: int) -> list[int]:
         return [max(0, self._needed(h, dispatches) - len(h.pages)) for h in holdings]
@@ -207,8 +177,10 @@ class PageBudget:
         holding.node, holding.num_shared = node, count
         if duplicates:
             # from the next dispatch on, this request reads the cached pages
-            holding.pages = shared + holding.pages[count:]
+            own, holding.pages = holding.pages[:count], shared + holding.pages[count:]
             self._set_pages(holding.slot, holding.pages, 0)
+            if self._windows is not None:
+                self._windows.replace(holding, own, shared)
             self._allocator.free(duplicates)
         return True
 

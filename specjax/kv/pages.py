@@ -1,7 +1,7 @@
 """Pages: the KV indices of a request's tokens on the device, and the host's list of free pages."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,7 @@ from specjax.kernels.rope_store import rope_store
 from specjax.kernels.tree_attention import tree_attention
 from specjax.models.layers import Store
 from specjax.models.rope import RopeTables
+from specjax.types import SplitPool
 
 INVARIANT_FORMS: dict[Callable[..., Array], Callable[..., Array]] = {
     tree_attention: invariant_tree_attention,
@@ -36,6 +37,15 @@ class PageView:
     page_size: int = field(metadata={"static": True})
     # implementation of the kernels that attend and store
     implementation: str | None = field(default=None, metadata={"static": True})
+    # i32 [B, P], the pages of layers with a window, if these have a pool of their own
+    window_table: Array | None = None
+
+    @property
+    def windows(self) -> "PageView | None":
+        """The pages of layers with a window."""
+        if self.window_table is None:
+            return None
+        return replace(self, page_table=self.window_table, window_table=None)
 
     def kv_indices(self, positions: Array) -> Array:
         """KV indices i32 ``[B, T]`` of positions ``[B, T]``; after the table, in page 0."""
@@ -64,16 +74,23 @@ class PageView:
         ``positions`` i32 ``[B, T]`` are those of the rows of a tree, whose mask selects ancestors.
         """
         slots = seq_lens[:, None] + jnp.arange(first, first + rows, dtype=jnp.int32)
-        attention = self._over_pages(
-            tree_attention, seq_lens=seq_lens, tree_mask=tree_mask, positions=positions
-        )
-        return PagedAttend(self.kv_indices(slots), attention, self.implementation)
+        form: Any = {"tree_mask": tree_mask, "positions": positions}
+        attention = self._over_pages(tree_attention, seq_lens=seq_lens, **form)
+        windowed = None
+        if (windows := self.windows) is not None:
+            windowed = windows.attend(seq_lens, rows, first=first, **form)
+        return PagedAttend(self.kv_indices(slots), attention, self.implementation, windowed)
 
-    def move(self, kv: Array, seq_lens: Array, path: Array) -> Array:
+    def move(self, kv: Any, seq_lens: Array, path: Array) -> Any:
         """Move the KV of rows ``path`` i32 ``[B, A]`` to rows 0 to A - 1; ``path[:, 0]`` is 0.
 
         Row 0 is at position ``seq_lens``. An entry of -1 moves nothing. ``kv`` is a complete pool.
         """
+        if isinstance(kv, SplitPool):
+            windows = self.windows
+            assert windows is not None
+            full = None if kv.full is None else self.move(kv.full, seq_lens, path)
+            return SplitPool(full, windows.move(kv.windowed, seq_lens, path))
         offsets = jnp.arange(1, path.shape[1], dtype=jnp.int32)
         source = jnp.where(path >= 0, self.kv_indices(seq_lens[:, None] + path), -1)[:, 1:]
         destination = self.kv_indices(seq_lens[:, None] + offsets)
@@ -91,6 +108,10 @@ class PageView:
         ``tree_mask`` is bool ``[B, T, T]`` over the first T tokens of each segment, which has no
         more of them and ``positions`` i32 ``[B, T]``, or ``None`` for causal attention.
         """
+        windowed = None
+        if (windows := self.windows) is not None:
+            form: Any = {"tree_mask": tree_mask, "positions": positions}
+            windowed = windows.attend_packed(segments, **form)
         index = segments.positions // self.page_size
         pages = self.page_table.at[segments.index, index].get(mode="fill", fill_value=0)
         kv_indices = pages * self.page_size + segments.positions % self.page_size
@@ -106,13 +127,13 @@ class PageView:
                 spread = segments.spread(q, tree_mask.shape[1])
                 return segments.gather(by_tree(spread, kv, layer, **options))
 
-            return PagedAttend(kv_indices, tree_rows, self.implementation)
+            return PagedAttend(kv_indices, tree_rows, self.implementation, windowed)
         attend = self._over_pages(prefill_attention, starts=starts, counts=counts)
 
         def attention(q: Array, kv: Array, layer: int, **options: Any) -> Array:
             return attend(q[0], kv, layer, **options)[None]
 
-        return PagedAttend(kv_indices, attention, self.implementation)
+        return PagedAttend(kv_indices, attention, self.implementation, windowed)
 
     def _over_pages(
         self, attention: Callable[..., Array], **segments: Array | None
@@ -136,10 +157,16 @@ class PagedAttend:
     kv_indices: Array  # i32 [B, T], where the new tokens are stored
     attention: Callable[..., Array]  # (q, kv, layer, **options)
     implementation: str | None  # implementation of the kernel that stores
+    windowed: "PagedAttend | None" = None  # for layers with a window in a split pool
 
     def __call__(
-        self, kv: Array, layer: int, q: Array, k: Array, v: Array, rope: RopeTables, **options: Any
-    ) -> tuple[Array, Array]:
+        self, kv: Any, layer: int, q: Array, k: Array, v: Array, rope: RopeTables, **options: Any
+    ) -> tuple[Any, Array]:
+        if isinstance(kv, SplitPool):
+            name, attend = ("windowed", self.windowed) if "window" in options else ("full", self)
+            assert attend is not None
+            pool, out = attend(getattr(kv, name), layer, q, k, v, rope, **options)
+            return replace(kv, **{name: pool}), out
         q, kv = self._store(kv, layer, q, k, v, rope)
         return kv, self.attention(q, kv, layer, **options)
 
@@ -200,6 +227,8 @@ class PageAllocator:
         self.page_size = page_size
         self._free = list(range(num_pages - 1, 0, -1))
         self._held: set[int] = set()
+        # called with the pages that are freed
+        self.on_free: Callable[[Sequence[int]], None] = lambda pages: None
 
     @property
     def num_free(self) -> int:
@@ -223,5 +252,6 @@ class PageAllocator:
             raise ValueError(f"pages {pages} must not repeat a page")
         if not given <= self._held:
             raise ValueError(f"pages {sorted(given - self._held)} are not allocated")
+        self.on_free(pages)
         self._held -= given
         self._free.extend(reversed(pages))

@@ -18,6 +18,7 @@ from specjax.models.layers import Attend, DecoderLayer, Embedding, Linear, RMSNo
 from specjax.models.registry import layer_kinds
 from specjax.models.rope import rope_tables
 from specjax.models.weights import dot, take_outputs
+from specjax.types import SplitPool
 
 
 class CausalLM(nnx.Module):
@@ -64,13 +65,21 @@ class CausalLM(nnx.Module):
             # kernels take the layer index as an operand, so one trace serves all layers. With 32
             # layers, this saves a third of the tracing time and gives the same program
             run = jax.jit(run, static_argnums=0, inline=True)
+        places = self._places(kv)
         outputs = {}
         for i, layer in enumerate(self.layers):
-            inputs = x, delta, tables[layer.kind.rope], kv, i
+            inputs = x, delta, tables[layer.kind.rope], kv, places[i]
             outputs[i - 1], x, delta, kv = run(*nnx.split(layer), *inputs)
         outputs[len(self.layers) - 1], hidden = self.norm.add(x, delta)
         features = [outputs[i] for i in feature_layers]
         return hidden, jnp.concatenate(features, axis=-1) if features else hidden, kv
+
+    def _places(self, kv: Any) -> list[int]:
+        """The index of each layer in its pool."""
+        if not isinstance(kv, SplitPool):
+            return list(range(len(self.layers)))
+        slides = [layer.kind.window is not None for layer in self.layers]
+        return [slides[:i].count(own) for i, own in enumerate(slides)]
 
     def logits(self, hidden: Array) -> Array:
         """Float32 logits ``[..., V]`` of final hidden states ``[..., D]``."""

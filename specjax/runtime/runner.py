@@ -18,7 +18,7 @@ from specjax.runtime.runner_config import RunnerConfig, pick_bucket
 from specjax.sampling.logit_processor import abstract_states, needs_history
 from specjax.sampling.params import SamplingParams
 from specjax.sampling.table import HostTables, check_slot_limits, pack_sampling
-from specjax.speculative.algorithm import kv_pool
+from specjax.speculative.algorithm import target_pool
 from specjax.speculative.future_map import DeviceState, FutureMap
 from specjax.speculative.prefill import Chunk, pack_chunks
 from specjax.speculative.round import TargetPass
@@ -73,7 +73,11 @@ class ModelRunner:
         self.compiled = CompilePool(cache)
         vocab_size = networks.target_config.vocab_size
         self.tables = HostTables(
-            config.num_slots, config.pages_per_request, vocab_size, has_masks=config.has_grammars
+            config.num_slots,
+            config.pages_per_request,
+            vocab_size,
+            has_masks=config.has_grammars,
+            has_windows=config.num_window_pages > 0,
         )
         self._view: PageView | None = None
         self._sampling: jax.Array | None = None
@@ -88,7 +92,8 @@ class ModelRunner:
         """Shapes and dtypes of the device state: KV pools, and rows between rounds."""
         nets, config, sizes = self.networks, self.config, self.config.sizes
         algorithm = config.algorithm
-        target: Any = kv_pool(nets.target_config, sizes.num_kv)
+        num_window_kv = config.num_window_pages * config.page_size
+        target: Any = target_pool(nets.target_config, sizes.num_kv, num_window_kv)
         pools = KVPools(target=target, draft=algorithm.abstract_state(nets, sizes))
         future = algorithm.create_future_map(
             config.num_slots - 1,
@@ -216,14 +221,25 @@ class ModelRunner:
         """Write a slot's page table from entry ``first`` on; later entries become 0."""
         self.tables.set_pages(slot, pages, first)
 
+    def set_window_pages(self, slot: int, pages: Sequence[int], first: int = 0) -> None:
+        """Write a slot's table of window pages from entry ``first`` on; later entries become 0."""
+        self.tables.set_window_pages(slot, pages, first)
+
+    def set_measured_pages(self, slot: int, pages: Sequence[int]) -> None:
+        """Set a slot's pages for a measurement; slots may then have the same window pages."""
+        self.set_pages(slot, pages)
+        if count := self.config.num_window_pages:
+            self.set_window_pages(slot, [1 + page % (count - 1) for page in pages])
+
     def clear_slot(self, slot: int) -> None:
         """Detach a slot from its pages; rounds in flight run before those of the next request."""
         self.tables.clear(slot)
 
     def _view_of(self, tables: HostTables) -> PageView:
-        # a copy, because the host may change the table during the upload
-        page_table = self.networks.placement.put(tables.page_table.copy())
-        return PageView(page_table, self.config.page_size, self.config.implementation)
+        # copies, because the host may change the tables during the upload
+        windows = None if tables.window_table is None else tables.window_table.copy()
+        both = self.networks.placement.put((tables.page_table.copy(), windows))
+        return PageView(both[0], self.config.page_size, self.config.implementation, both[1])
 
     def _sampling_of(self, tables: HostTables) -> jax.Array:
         return self.networks.placement.put(pack_sampling(tables.sampling))

@@ -5,18 +5,19 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count, product, takewhile
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
-from specjax.config import TransformerConfig
+from specjax.config import ModelConfig, TransformerConfig
 from specjax.kernels.backend import resolve
 from specjax.kernels.invariant_attention import BLOCK, ENOUGH_PROGRAMS
 from specjax.kernels.invariant_dot import num_parts
-from specjax.kv.budget import KVWrites
+from specjax.kv.holding import KVWrites
+from specjax.kv.window_pages import pages_wanted
 from specjax.models.flat import Networks
 from specjax.sampling.accept_draws import COUPLED, Acceptance
-from specjax.speculative.algorithm import SpeculativeAlgorithm, StateSizes, kv_pool
+from specjax.speculative.algorithm import SpeculativeAlgorithm, StateSizes, target_pool
 from specjax.types import DraftShape
 
 
@@ -48,6 +49,8 @@ class RunnerConfig:
     implementation: str | None = None  # implementation of all kernels, as in backend.resolve
     reads_confidence: bool = False  # report confidences of drafts; needed by packed tiers
     deterministic: bool = False  # bits of a row do not depend on other rows
+    # pages of a separate pool for layers with a window, with its padding page; 0 if there is none
+    num_window_pages: int = 0
     has_grammars: bool = False  # rounds can be split, so that the host can mask tokens
 
     def __post_init__(self) -> None:
@@ -151,6 +154,7 @@ class MemoryNeeds(NamedTuple):
     weight_bytes: int  # weights, and state whose size does not depend on the KV pool
     token_bytes: int  # state per token in the KV pool
     temporary_bytes: int  # upper bound while a function runs and KV arrives from a prefill worker
+    window_bytes: int = 0  # KV pool of the layers with a window, if they have their own
 
 
 def memory_needs(networks: Networks, config: RunnerConfig, transit_tokens: int = 0) -> MemoryNeeds:
@@ -162,15 +166,37 @@ def memory_needs(networks: Networks, config: RunnerConfig, transit_tokens: int =
 
     def state_bytes(num_kv: int) -> int:
         sizes = config.sizes._replace(num_kv=num_kv)
-        state = algorithm.abstract_state(networks, sizes), kv_pool(model, num_kv)
-        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+        pool = target_pool(model, num_kv, config.num_window_pages * config.page_size)
+        return tree_bytes((algorithm.abstract_state(networks, sizes), pool))
 
     token_bytes = state_bytes(2) - state_bytes(1)
+    windowed = target_pool(model, 0, config.num_window_pages * config.page_size)
+    window_bytes = tree_bytes(windowed) if config.num_window_pages else 0
     num_features = len(algorithm.feature_layers(networks))
     # the draft may be wider than the target
     temporary = max(temporary_bytes(one, config, num_features) for one in networks.configs)
-    fixed = networks.weight_bytes + state_bytes(1) - token_bytes
-    return MemoryNeeds(fixed, token_bytes, temporary + transit_tokens * token_bytes)
+    fixed = networks.weight_bytes + state_bytes(1) - token_bytes - window_bytes
+    temporary += transit_tokens * token_bytes
+    return MemoryNeeds(fixed, token_bytes, temporary, window_bytes)
+
+
+def tree_bytes(arrays: Any) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(arrays))
+
+
+def num_window_pages(model: ModelConfig, config: RunnerConfig) -> int:
+    """Number of pages in a pool for the layers with a window; 0 if this would save little."""
+    if not any(model.windows):
+        return 0
+    slots = config.num_slots - 1
+    count = pages_wanted(
+        max(model.windows),
+        config.kv_writes,
+        config.page_size,
+        num_requests=slots,
+        chunk=config.prefill_buckets[-1],
+    )
+    return count if 4 * count < 3 * slots * config.pages_per_request else 0
 
 
 def device_memory(device: jax.Device) -> int:
@@ -197,9 +223,9 @@ def plan_pages(
     """
     default = DEFAULT_MEM_FRACTION if config.on_gpu else DEFAULT_MEM_FRACTION_CPU
     fraction = mem_fraction_static or default
-    weight_bytes, token_bytes, temporary = needs
+    weight_bytes, token_bytes, temporary, window_bytes = needs
     page_bytes = token_bytes * config.page_size
-    available = memory - temporary - weight_bytes
+    available = memory - temporary - weight_bytes - window_bytes
     if available < 2 * page_bytes:
         raise ValueError(
             f"no KV page fits into {memory / 1e9:.2f} GB with {weight_bytes / 1e9:.2f} GB of "
@@ -217,9 +243,9 @@ def plan_pages(
                 f"{available / 1e9:.2f} GB; lower max_total_tokens"
             )
     else:
-        budget = min(int(memory * fraction) - weight_bytes, available)
+        budget = min(int(memory * fraction) - weight_bytes - window_bytes, available)
         usable = (config.num_slots - 1) * config.pages_per_request
-        num_pages = min(budget // page_bytes, usable + 1)
+        num_pages = min(budget // max(1, page_bytes), usable + 1)
         if num_pages < 2:
             raise ValueError(
                 f"no KV page fits: mem_fraction_static={fraction} of {memory / 1e9:.2f} GB, less "

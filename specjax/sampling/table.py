@@ -88,9 +88,17 @@ class HostTables:
     """
 
     def __init__(
-        self, num_slots: int, pages_per_request: int, vocab_size: int, *, has_masks: bool = False
+        self,
+        num_slots: int,
+        pages_per_request: int,
+        vocab_size: int,
+        *,
+        has_masks: bool = False,
+        has_windows: bool = False,
     ) -> None:
         self.page_table = np.zeros((num_slots, pages_per_request), np.int32)  # [R, P]
+        # [R, P], the pages of layers with a window, if these have a pool of their own
+        self.window_table = np.zeros_like(self.page_table) if has_windows else None
         self.sampling = neutral_sampling(num_slots, vocab_size)
         self._neutral = self.sampling[0].copy()
         # [R], whether a slot needs only the most likely token
@@ -105,10 +113,20 @@ class HostTables:
         self.pages_dirty, self.sampling_dirty = np.ones((2, num_slots), np.bool_)
 
     def set_pages(self, slot: int, pages: Sequence[int], first: int) -> None:
-        row = self.page_table[slot]
+        self._write(self.page_table[slot], pages, first)
+        if self.window_table is not None:
+            self.window_table[slot, first:] = 0
+        self.pages_dirty[slot] = True
+
+    def set_window_pages(self, slot: int, pages: Sequence[int], first: int) -> None:
+        assert self.window_table is not None
+        self._write(self.window_table[slot], pages, first)
+        self.pages_dirty[slot] = True
+
+    @staticmethod
+    def _write(row: np.ndarray, pages: Sequence[int], first: int) -> None:
         row[first : first + len(pages)] = pages
         row[first + len(pages) :] = 0
-        self.pages_dirty[slot] = True
 
     def clear(self, slot: int) -> None:
         """Make a slot equal to padding slot 0.
@@ -116,6 +134,8 @@ class HostTables:
         Nothing is uploaded, because the slot is set again before any dispatch uses it.
         """
         self.page_table[slot] = 0
+        if self.window_table is not None:
+            self.window_table[slot] = 0
         self.sampling[slot] = self._neutral
         self.is_greedy[slot] = True
         self.wants_hidden_states[slot] = False

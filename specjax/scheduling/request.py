@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from specjax.checks import check_integer, check_number, refused
-from specjax.kv.budget import PageHolding
+from specjax.kv.holding import PageHolding
 from specjax.sampling.grammar import Constraint
 from specjax.sampling.params import SamplingParams
 from specjax.text.completion import CompletionText

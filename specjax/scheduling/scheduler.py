@@ -13,6 +13,7 @@ from specjax.adaptive.controller import AdaptiveController
 from specjax.checks import ParameterError
 from specjax.kv.budget import Capacity, PageBudget
 from specjax.kv.pages import PageAllocator
+from specjax.kv.window_pages import WindowPages
 from specjax.metrics import Totals
 from specjax.runtime.runner import ModelRunner
 from specjax.scheduling.constrained import is_constrained
@@ -77,7 +78,14 @@ class Scheduler:
         self._runner, config = runner, runner.config
         self._allocator = PageAllocator(config.num_pages, config.page_size)
         lookahead = config.algorithm.lookahead if caches_prefixes else None
-        self._budget = PageBudget(self._allocator, config.kv_writes, runner.set_pages, lookahead)
+        windows = None
+        if count := config.num_window_pages:
+            window = max(runner.networks.target_config.windows)
+            form = config.page_size, window, config.kv_writes
+            windows = WindowPages(count, *form, runner.set_window_pages)
+        self._budget = PageBudget(
+            self._allocator, config.kv_writes, runner.set_pages, lookahead, windows
+        )
         self._run_ahead = run_ahead
         self._max_waiting = max_waiting_requests
         self._clock = clock
@@ -295,6 +303,7 @@ class Scheduler:
             pieces.append(PromptPiece(row, row.kv_len, end))
             budget -= end - row.kv_len
             self._metrics.prefilled_tokens += end - row.kv_len
+            self._budget.prepare_chunk(row, end, self._running)
             row.kv_len = end
             row.awaits_first = row.is_prefilled
             if row.is_prefilled and not self._budget.share(row, is_dispatched=False):
@@ -302,6 +311,7 @@ class Scheduler:
         if is_first:
             self._stalled_tokens += sum(piece.num_tokens for piece in pieces)
         self._in_flight.dispatch_prompts(pieces)
+        self._budget.chunks_dispatched()
         for row in duplicates:
             self._budget.share(row, is_dispatched=True)
         self.prompt_source.dispatched([piece.row for piece in pieces])

@@ -21,7 +21,7 @@ from specjax.models.flat import FlatModel, Networks, Placement
 from specjax.sampling.draw import SamplingConfig
 from specjax.speculative.future_map import FutureMap
 from specjax.speculative.tree import chain_input
-from specjax.types import DraftShape, SamplingTable, VerifyInput, VerifyOutput
+from specjax.types import DraftShape, SamplingTable, SplitPool, VerifyInput, VerifyOutput
 
 if TYPE_CHECKING:
     from specjax.speculative.registry import CustomSpecAlgo as CustomSpecAlgo
@@ -381,6 +381,18 @@ def kv_pool(config: Any, num_kv: int) -> jax.ShapeDtypeStruct:
     """Shape ``[L, num_kv, 2, KV, H]`` and dtype of the KV pool of a network."""
     shape = (config.num_layers, num_kv, 2, config.num_kv_heads, config.head_dim)
     return jax.ShapeDtypeStruct(shape, jnp.dtype(config.dtypes.kv))
+
+
+def target_pool(
+    config: ModelConfig, num_kv: int, num_window_kv: int = 0
+) -> jax.ShapeDtypeStruct | SplitPool:
+    """Shapes of the target's KV pool; split if layers with a window have ``num_window_kv``."""
+    pool: Any = kv_pool(config, num_kv)
+    if not num_window_kv:
+        return pool
+    count, layers = sum(map(bool, config.windows)), pool.shape[0]
+    full = pool.update(shape=(layers - count, *pool.shape[1:])) if count < layers else None
+    return SplitPool(full, pool.update(shape=(count, num_window_kv, *pool.shape[2:])))
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,14 @@ from specjax.speculative.algorithm import Batch, SpeculativeAlgorithm
 from specjax.speculative.future_map import DeviceState, FutureMap, advance, resolve, stash
 from specjax.speculative.packing import keep_best, tried, verified_rows
 from specjax.speculative.tree import accept, drawn_count, spread_count, truncate, with_forced
-from specjax.types import DraftShape, NodeOutputs, RoundOutput, VerifyInput, VerifyOutput
+from specjax.types import (
+    DraftShape,
+    NodeOutputs,
+    RoundOutput,
+    TargetPool,
+    VerifyInput,
+    VerifyOutput,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +67,7 @@ def make_batch(resident: Resident, future: FutureMap, slots: Array, config: Roun
     return Batch(
         target=resident.target,
         draft=resident.draft,
-        pages=replace(resident.pages, page_table=resident.pages.page_table[slots]),
+        pages=jax.tree.map(lambda table: table[slots], resident.pages),
         sampling=unpack_sampling(resident.sampling, slots),
         slots=slots,
         seq_lens=future.seq_lens[slots],
@@ -85,8 +92,8 @@ class TargetPass(NamedTuple):
 
 
 def run_target(
-    batch: Batch, kv: Array, tree: VerifyInput, config: RoundConfig
-) -> tuple[TargetPass, Array]:
+    batch: Batch, kv: TargetPool, tree: VerifyInput, config: RoundConfig
+) -> tuple[TargetPass, TargetPool]:
     """Run the target once over a drafted tree.
 
     A chain needs no attention mask, because its mask is causal.
@@ -108,13 +115,13 @@ def run_target(
 
 def judge(
     batch: Batch,
-    kv: Array,
+    kv: TargetPool,
     future: FutureMap,
     tree: VerifyInput,
     passed: TargetPass,
     config: RoundConfig,
     masks: Array | None = None,
-) -> tuple[VerifyOutput, Array, FutureMap]:
+) -> tuple[VerifyOutput, TargetPool, FutureMap]:
     """Draw the target's token after every row, and accept drafts.
 
     ``masks`` i32 ``[B, T, V / 32]`` are the bits of the tokens that a grammar allows. The KV of a

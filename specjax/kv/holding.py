@@ -1,0 +1,62 @@
+"""What a running request holds of the KV pool, and what dispatches may write there."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from specjax.kv.prefix_cache import Node
+from specjax.types import DraftShape
+
+
+class KVWrites(NamedTuple):
+    """Maximum number of KV indices that dispatches write after a text, over all tiers."""
+
+    rounds: int  # rounds per dispatch
+    accept_width: int  # A, maximum number of tokens that a round adds
+    rows: int  # number of KV indices that a round writes
+    tail: int  # number of KV indices that a round needs after the last token of a request
+
+    @classmethod
+    def of(cls, shapes: Sequence[DraftShape], rounds: int) -> "KVWrites":
+        return cls(
+            rounds,
+            max(shape.accept_width for shape in shapes),
+            max(shape.rows for shape in shapes),
+            max(shape.tail for shape in shapes),
+        )
+
+    def after(self, num_rounds: int) -> int:
+        """Number of KV indices after a text that ``num_rounds`` unread rounds may write."""
+        return (num_rounds - 1) * self.accept_width + self.rows if num_rounds else 0
+
+
+@dataclass(eq=False)
+class PageHolding:
+    """The pages of one running request, and the lengths that are needed to plan them.
+
+    ``kv_len`` counts tokens whose KV in the target is final after all dispatches so far. Tokens of
+    a prefill chunk count once the chunk is dispatched, and tokens of a round once they are read.
+    Dispatches write at ``kv_len`` and later. If the draft's KV at a position depends on the next n
+    tokens, n > 1, they also write the n - 1 positions before ``kv_len``, but not cached ones.
+    """
+
+    slot: int  # request slot
+    prefill_ids: list[int]  # the prompt, and any output from before a preemption
+    max_kv_tokens: int  # maximum number of the request's tokens in the pool
+    num_cacheable: int  # number of leading tokens whose KV may come from the prefix cache
+    pages: list[int] = field(default_factory=list)  # in the order of the text
+    num_shared: int = 0  # number of leading pages owned by the prefix cache, which are only read
+    node: Node | None = None  # node of the last shared page in the prefix cache; it is locked
+    num_cached: int = 0  # number of leading tokens whose KV came from the prefix cache
+    kv_len: int = 0
+    unread_rounds: int = 0  # rounds dispatched but not read by the host
+
+    def max_kv_len(self, writes: KVWrites, dispatches: int = 1) -> int:
+        """Maximum number of KV indices in use after all dispatches so far and ``dispatches`` more.
+
+        A round writes drafts and verified rows after the text in the pool. Tokens beyond the
+        request's maximum and the tail are never accepted, so their KV may go to page 0.
+        """
+        begin = max(self.kv_len, len(self.prefill_ids))
+        rounds = self.unread_rounds + dispatches * writes.rounds
+        return min(begin + writes.after(rounds), self.max_kv_tokens + writes.tail)

@@ -1,0 +1,158 @@
+"""Window pages: the pages of layers whose attention has a window, in a pool of their own.
+
+Such layers read only the last keys of a text, so their pool is smaller than that of the other
+layers. A page of a text has a window page from the dispatch that writes it. If window pages run
+out, those that no running request reads any more are taken back, least recently used first. The
+table of a slot may still name them: rows never read keys before their window, and never write them.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+
+from specjax.kv.holding import KVWrites, PageHolding
+from specjax.kv.pages import PageAllocator
+
+# Window pages are prepared for several dispatches, because each change uploads the page tables.
+AHEAD_DISPATCHES = 8
+# dispatches that the host has not read when it prepares others
+MAX_UNREAD = 2
+# of the window pages that running requests need: these keep the windows of cached texts
+SPARE = 0.5
+
+
+def pages_wanted(
+    window: int, writes: KVWrites, page_size: int, *, num_requests: int, chunk: int
+) -> int:
+    """Number of window pages, with the padding page, for ``num_requests`` running requests.
+
+    A prefill writes at most ``chunk`` tokens.
+    """
+    written = writes.after((AHEAD_DISPATCHES + MAX_UNREAD) * writes.rounds)
+    # pages at both ends are shared with other keys, and a chunk may begin and end within a page
+    each = -(-(window + written) // page_size) + 2
+    added = -(-chunk // page_size) + 2 * num_requests
+    return 1 + num_requests * each + int(SPARE * num_requests * each) + added
+
+
+class WindowPages:
+    """Gives window pages to the pages of texts; only one thread may use it.
+
+    Args:
+        num_pages: number of window pages, from :func:`pages_wanted`.
+        window: number of keys that a row sees, the largest of all layers.
+        set_pages: called with (slot, window pages, first), writes a slot's table of window pages
+            from entry ``first`` on.
+    """
+
+    def __init__(
+        self,
+        num_pages: int,
+        page_size: int,
+        window: int,
+        writes: KVWrites,
+        set_pages: Callable[[int, Sequence[int], int], None],
+    ) -> None:
+        self._allocator = PageAllocator(num_pages, page_size)
+        self._window = window
+        self._writes = writes
+        self._set_pages = set_pages
+        # window page of each page that has one, least recently used first
+        self._found: OrderedDict[int, int] = OrderedDict()
+        # KV lengths of holdings before the chunks that have not been dispatched yet
+        self._begins: dict[PageHolding, int] = {}
+
+    def usable(self, pages: Sequence[int]) -> int:
+        """Number of leading pages of a cached prefix after which a request can continue.
+
+        It is the longest prefix whose last window has all its window pages, which count as used.
+        """
+        size, count, in_a_row = self._allocator.page_size, 0, 0
+        for index, page in enumerate(pages, start=1):
+            in_a_row = in_a_row + 1 if page in self._found else 0
+            if in_a_row >= index - self._first(index * size):
+                count = index
+        for page in pages[self._first(count * size) : count]:
+            self._found.move_to_end(page)
+        return count
+
+    def prepare_chunk(self, holding: PageHolding, end: int, running: Iterable[PageHolding]) -> None:
+        """Give window pages to a chunk from ``holding.kv_len`` to ``end``, not dispatched yet."""
+        if not self._prepare([(holding, end)], running):
+            raise RuntimeError(
+                f"internal error: too few window pages for a chunk of {end - holding.kv_len} "
+                "tokens; restart the engine and report this"
+            )
+        self._begins[holding] = holding.kv_len
+
+    def chunks_dispatched(self) -> None:
+        """Prepared chunks no longer need keys before the window at their ends."""
+        self._begins.clear()
+
+    def grow(self, holdings: Sequence[PageHolding], running: Iterable[PageHolding]) -> bool:
+        """Give window pages to the next dispatch of rounds, or to several; ``False`` if none."""
+
+        def ends(dispatches: int) -> list[tuple[PageHolding, int]]:
+            return [(each, each.max_kv_len(self._writes, dispatches)) for each in holdings]
+
+        if not any(lacking for _, lacking in self._missing(ends(1))):
+            return True
+        return any(self._prepare(ends(n), running) for n in (AHEAD_DISPATCHES, 1))
+
+    def replace(self, holding: PageHolding, old: Iterable[int], new: Iterable[int]) -> None:
+        """Use pages ``new`` of equal text in a holding that had ``old``; write its table again."""
+        for before, after in zip(old, new, strict=True):
+            if before in self._found and after not in self._found:
+                self._found[after] = self._found.pop(before)
+        self._show(holding)
+
+    def drop(self, pages: Iterable[int]) -> None:
+        """Take back the window pages of pages that are freed."""
+        found = [self._found.pop(page) for page in pages if page in self._found]
+        self._allocator.free(found)
+
+    def _first(self, position: int) -> int:
+        """Index of the first page that a row at this position reads."""
+        return max(0, position - self._window + 1) // self._allocator.page_size
+
+    def _prepare(
+        self, ends: Sequence[tuple[PageHolding, int]], running: Iterable[PageHolding]
+    ) -> bool:
+        """Give window pages to writes from each holding's ``kv_len`` to an end, or to none."""
+        missing = self._missing(ends)
+        count = sum(len(pages) for _, pages in missing)
+        if count > self._allocator.num_free:
+            self._take_back(count - self._allocator.num_free, running)
+        if (given := self._allocator.allocate(count)) is None:
+            return False
+        lacking = [page for _, pages in missing for page in pages]
+        self._found.update(zip(lacking, given, strict=True))
+        for holding, _ in missing:
+            self._show(holding)
+        return True
+
+    def _missing(
+        self, ends: Sequence[tuple[PageHolding, int]]
+    ) -> list[tuple[PageHolding, list[int]]]:
+        """Pages without a window page from each holding's ``kv_len`` to an end."""
+        found, size = [], self._allocator.page_size
+        for holding, end in ends:
+            pages = holding.pages[holding.kv_len // size : self._allocator.pages_for(end)]
+            if lacking := [page for page in pages if page not in self._found]:
+                found.append((holding, lacking))
+        return found
+
+    def _take_back(self, count: int, running: Iterable[PageHolding]) -> None:
+        """Take back unread window pages: at least ``count`` if possible, and a few at a time."""
+        read = {
+            page
+            for each in running
+            for page in each.pages[self._first(self._begins.get(each, each.kv_len)) :]
+        }
+        count = max(count, self._allocator.num_pages // 8)
+        self.drop([page for page in self._found if page not in read][:count])
+
+    def _show(self, holding: PageHolding) -> None:
+        """Write the window pages of a holding into its slot's table."""
+        first = self._first(holding.kv_len)
+        pages = [self._found.get(page, 0) for page in holding.pages[first:]]
+        self._set_pages(holding.slot, pages, first)
