@@ -34,7 +34,7 @@ LOSS_BUDGET, PLAIN_LOSS_BUDGET, MANY_ROWS = 0.02, 0.01, 8
 PROBES_A_TURN = 32
 # While drafts pay off and no probe runs, a decision takes in the rounds of this time. A decision
 # takes the host 0.1 ms, which matters if a round takes 1 ms, as those of a 135M model do.
-DECISION_SECONDS = 3e-3
+DECISION_SECONDS = 6e-3
 # Time lost compared with plain decoding, in plain rounds: the maximum before speculation stops, the
 # maximum to resume (less prolongs an unlucky start), and the maximum gain to offset later losses.
 MAX_DEFICIT, RESUME_DEFICIT, MAX_CREDIT = 10.0, 3.0, 40.0
@@ -49,11 +49,17 @@ class AcceptanceEstimates:
 
     def observe(self, num_accepted: Counts, num_proposed: Counts, num_rounds: int = 1) -> None:
         """Record rounds: a row that accepts k drafts has tried k + 1, or all proposed ones."""
-        usual = (1.0 - 1.0 / WINDOW) ** num_rounds
-        # for few rows, lists are faster than numpy
-        tries = [min(k + 1, n) for k, n in zip(num_accepted, num_proposed, strict=True)]
-        for i in range(min(max(tries), len(self.tried))):
-            tried, accepted = sum([n > i for n in tries]), sum([k > i for k in num_accepted])
+        usual, positions = (1.0 - 1.0 / WINDOW) ** num_rounds, len(self.tried)
+        # rows by number of drafts tried and accepted; for few rows, lists are faster than numpy
+        tries, accepts = [0] * (positions + 2), [0] * (positions + 1)
+        for k, n in zip(num_accepted, num_proposed, strict=True):
+            tries[k + (k < n)] += 1
+            accepts[k] += 1
+        tried, accepted = len(num_accepted), len(num_accepted)
+        for i in range(positions):
+            tried, accepted = tried - tries[i], accepted - accepts[i]
+            if not tried:
+                break
             share = self.accepted[i] / self.tried[i] if self.tried[i] else 0.5
             spread = sqrt(tried * share * (1.0 - share) + 1.0)
             has_jumped = abs(accepted - tried * share) > JUMP * spread
@@ -97,7 +103,7 @@ class BudgetPolicy:
         first = self.tiers[-1].steps if initial_steps is None else initial_steps
         self.chosen = nearest(self.config.slots[0].tiers, first)
         self.probe: DraftShape | None = None  # a deeper tier that runs instead of the chosen one
-        self.estimates = AcceptanceEstimates(max(tier.depth for tier in self.tiers))
+        self.estimates = AcceptanceEstimates(max(tier.depth for tier in self.table.tiers))
         # drafts of packed tiers are chosen by it
         packed = any(tier.packed for tier in self.tiers)
         self.survival = SurvivalEstimator(self.tiers[-1].depth) if packed else None
@@ -148,11 +154,14 @@ class BudgetPolicy:
         bucket = self.table.bucket_of(batch_size)
         if (tier, bucket) not in self.table.pairs:
             raise ValueError(f"{tier=} has no round time at {batch_size=}")
-        before = self.tier_for_batch(batch_size, record)
+        before = None  # the tier before a decision
         if self._source is not None and self._source[:2] != (tier, batch_size):
+            before = self.tier_for_batch(batch_size, record)
             self._decide(*self._source)
         rows, depth = len(num_accepted_drafts), tier.depth
-        limits = [min(n, depth) for n in record.num_proposed_drafts] or [depth] * rows
+        limits = record.num_proposed_drafts or [depth] * rows
+        if tier.topk > 1:
+            limits = [min(n, depth) for n in limits]
         # no packed tier runs with one request, and a fit takes as long as all the rest
         if self.survival is not None and record.requests and tier.steps and bucket > 1:
             counts = np.array(num_accepted_drafts), np.array(limits)
@@ -164,8 +173,9 @@ class BudgetPolicy:
         is_settled = tier == self.chosen and tier.steps and self.probe is None
         seconds = self._rounds * self.table.seconds(tier, bucket)
         if self.deficit > 0.0 or not is_settled or seconds >= DECISION_SECONDS:
+            before = before or self.tier_for_batch(batch_size, record)
             self._decide(*self._source)
-        return self.tier_for_batch(batch_size, record) != before
+        return before is not None and self.tier_for_batch(batch_size, record) != before
 
     def _decide(self, tier: DraftShape, batch_size: int, record: RoundRecord) -> None:
         """Learn from the rounds since the last decision, all in one tier, and choose the next."""

@@ -1,4 +1,4 @@
-"""What a running request holds of the KV pool, and what dispatches may write there."""
+"""Pages that a running request holds, and KV indices that dispatches may write."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -247,20 +247,20 @@ class InFlight:
         has_confidences = packed.shape[2] > tier.accept_width + 3
         for number, batch in enumerate(rounds):
             live = [
-                (i, row.request, *batch[i][-3:])
-                for i, row in enumerate(rows)
-                if batch[i][-1] > 0 and not row.is_released
+                i for i, x in enumerate(batch[: len(rows)]) if x[-1] and not rows[i].is_released
             ]
             # Rows without proposed drafts do not count; a round with only such rows is plain. But a
             # packed round proposes none for requests whose drafts are unlikely to survive.
-            drafting = [x for x in live if x[2] or (tier.packed and x[1].params.speculative)]
+            drafting = [i for i in live if batch[i][-3]]
+            if tier.packed:
+                drafting = [i for i in live if rows[i].request.params.speculative]
             if tier.steps and not drafting and NO_DRAFTS not in controller.tiers:
                 continue
-            index, requests, proposed, accepted, _ = [*zip(*drafting, strict=True)] or [()] * 5
+            proposed, accepted = ([batch[i][at] for i in drafting] for at in (-3, -2))
             bits: Any = ()  # the float32 bits of confidences, if the round reports them
             if has_confidences:
-                bits = packed[number, list(index), tier.accept_width : -3].view(np.float32)
-            executed, ids = tier if drafting else NO_DRAFTS, [request.rid for request in requests]
+                bits = packed[number, drafting, tier.accept_width : -3].view(np.float32)
+            executed, ids = tier if drafting else NO_DRAFTS, [rows[i].request.rid for i in drafting]
             known = seconds if executed == tier else 0.0
             record = RoundRecord(proposed, context, ids, share, bits, known)
             try:
@@ -274,7 +274,7 @@ class InFlight:
 
 def mean_context(rows: Sequence[RunningRequest]) -> float:
     """Mean number of tokens in the KV pool per row, without those of rounds in flight."""
-    return sum(row.kv_len for row in rows) / len(rows)
+    return sum([row.kv_len for row in rows]) / len(rows)
 
 
 def share_drafting(rows: Sequence[RunningRequest]) -> float:
