@@ -89,7 +89,9 @@ class EnginePlan:
                 f"{config.algorithm.name}: {steps} {what} per round{how}, topk {largest.topk}, "
                 f"{largest.nodes} tokens verified per round"
             )
-        kind = self.networks.placement.device.device_kind
+        kind, windows = self.networks.placement.device.device_kind, ""
+        if config.num_window_pages:
+            windows = f", and {config.num_window_pages - 1} pages for layers with a window"
         return [
             *(f"draft: {draft.describe()}" for draft in self.drafts),
             speculation,
@@ -98,7 +100,7 @@ class EnginePlan:
             f"{target.name} ({target.config.dtype}) on {kind}: weights "
             f"{self.needs.weight_bytes / 1e9:.2f} GB, KV {self.kv_bytes / 1e9:.2f} GB: "
             f"{config.num_pages - 1} pages of {config.page_size} tokens, {config.max_total_tokens} "
-            f"tokens; temporary memory up to {self.needs.temporary_bytes / 1e9:.2f} GB",
+            f"tokens{windows}; temporary memory up to {self.needs.temporary_bytes / 1e9:.2f} GB",
         ]
 
 
