@@ -83,6 +83,7 @@ class PageBudget:
         Updates ``capacity``, the page totals of the running requests.
         """
         node, shared = self.cache.match(holding.prefill_ids, holding.num_cacheable)
+        holding.num_matched = len(shared) * self._allocator.page_size
         if self._windows is not None and (usable := self._windows.usable(shared)) < len(shared):
             limit = usable * self._allocator.page_size
             node, shared = self.cache.match(holding.prefill_ids, limit)
@@ -111,7 +112,8 @@ class PageBudget:
         """Give each of ``holdings`` the pages for one more dispatch.
 
         Pages come from the free list, then from the prefix cache, then from reclaimable pages of
-        other holdings. If there are too few, returns ``False`` and changes nothing.
+        other holdings. If there are too few, returns ``False``; the holdings may then have more
+        pages, but not all that they need.
         """
         self._reserve = max(MIN_RESERVE, self._reserve * RESERVE_DECAY)
         is_grown = self._grow(holdings, running)
@@ -192,6 +194,8 @@ class PageBudget:
         dispatch order, so the next owner of these pages writes them later. Full pages before
         ``kv_len`` are not written again.
         """
+        if self._windows is not None:
+            self._windows.end(holding)
         owned = holding.pages[holding.num_shared :]
         if holding.node is not None:
             if self._is_sharing and known_ids is not None:
@@ -199,6 +203,8 @@ class PageBudget:
                 full = self.cache.num_matched_pages(holding.kv_len + 1)
                 full = max(full, holding.num_shared)
                 owned = self.cache.insert(known_ids, holding.pages[:full]) + holding.pages[full:]
+                if self._windows is not None:
+                    self._windows.move(holding.pages[:full], self.cache.match(known_ids)[1])
             self.cache.unlock(holding.node)
         holding.pages, holding.num_shared, holding.node = [], 0, None
         self._allocator.free(owned)

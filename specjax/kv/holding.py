@@ -48,6 +48,7 @@ class PageHolding:
     num_shared: int = 0  # number of leading pages owned by the prefix cache, which are only read
     node: Node | None = None  # node of the last shared page in the prefix cache; it is locked
     num_cached: int = 0  # number of leading tokens whose KV came from the prefix cache
+    num_matched: int = 0  # number of leading tokens that were cached, maybe without their windows
     kv_len: int = 0
     unread_rounds: int = 0  # rounds dispatched but not read by the host
 

@@ -2,18 +2,20 @@
 
 Such layers read only the last keys of a text, so their pool is smaller than that of the other
 layers. A page of a text has a window page from the dispatch that writes it. If window pages run
-out, those that no running request reads any more are taken back, least recently used first. The
+out, those that no running request reads any more are taken back: first those before the windows of
+texts, then the least recently used. The
 table of a slot may still name them: rows never read keys before their window, and never write them.
 """
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 
 from specjax.kv.holding import KVWrites, PageHolding
 from specjax.kv.pages import PageAllocator
 
 # Window pages are prepared for several dispatches, because each change uploads the page tables.
-AHEAD_DISPATCHES = 8
+AHEAD_DISPATCHES = 16
 # dispatches that the host has not read when it prepares others
 MAX_UNREAD = 2
 # of the window pages that running requests need: these keep the windows of cached texts
@@ -82,11 +84,22 @@ class WindowPages:
                 f"internal error: too few window pages for a chunk of {end - holding.kv_len} "
                 "tokens; restart the engine and report this"
             )
-        self._begins[holding] = holding.kv_len
+        self._show(holding, self._first(holding.kv_len))
+        self._begins.setdefault(holding, holding.kv_len)
 
     def chunks_dispatched(self) -> None:
         """Prepared chunks no longer need keys before the window at their ends."""
+        for holding, begin in self._begins.items():
+            self._pass(holding, max(begin, holding.num_cached))
         self._begins.clear()
+
+    def end(self, holding: PageHolding) -> None:
+        """Mark the last window of a text as used now, and its other window pages as used least."""
+        self._begins.pop(holding, None)
+        self._pass(holding, len(holding.prefill_ids))
+        for page in holding.pages[self._first(holding.kv_len) :]:
+            if page in self._found:
+                self._found.move_to_end(page)
 
     def grow(self, holdings: Sequence[PageHolding], running: Iterable[PageHolding]) -> bool:
         """Give window pages to the next dispatch of rounds, or to several; ``False`` if none."""
@@ -98,12 +111,16 @@ class WindowPages:
             return True
         return any(self._prepare(ends(n), running) for n in (AHEAD_DISPATCHES, 1))
 
-    def replace(self, holding: PageHolding, old: Iterable[int], new: Iterable[int]) -> None:
-        """Use pages ``new`` of equal text in a holding that had ``old``; write its table again."""
-        for before, after in zip(old, new, strict=True):
+    def move(self, old: Iterable[int], new: Iterable[int]) -> None:
+        """Give window pages of pages ``old`` to pages ``new`` of equal text that have none."""
+        for before, after in zip(old, new, strict=False):
             if before in self._found and after not in self._found:
                 self._found[after] = self._found.pop(before)
-        self._show(holding)
+
+    def replace(self, holding: PageHolding, old: Iterable[int], new: Iterable[int]) -> None:
+        """Use pages ``new`` of equal text in a holding that had ``old``; write its table again."""
+        self.move(old, new)
+        self._show(holding, self._first(holding.kv_len))
 
     def drop(self, pages: Iterable[int]) -> None:
         """Take back the window pages of pages that are freed."""
@@ -127,7 +144,7 @@ class WindowPages:
         lacking = [page for _, pages in missing for page in pages]
         self._found.update(zip(lacking, given, strict=True))
         for holding, _ in missing:
-            self._show(holding)
+            self._show(holding, holding.kv_len // self._allocator.page_size)
         return True
 
     def _missing(
@@ -149,10 +166,23 @@ class WindowPages:
             for page in each.pages[self._first(self._begins.get(each, each.kv_len)) :]
         }
         count = max(count, self._allocator.num_pages // 8)
-        self.drop([page for page in self._found if page not in read][:count])
+        unread = (page for page in self._found if page not in read)
+        self.drop(list(islice(unread, count)))
 
-    def _show(self, holding: PageHolding) -> None:
-        """Write the window pages of a holding into its slot's table."""
-        first = self._first(holding.kv_len)
+    def _pass(self, holding: PageHolding, begin: int) -> None:
+        """Take back first the pages from ``begin`` on that are before the window of a text.
+
+        But keep those before the position where a cached text ended that the request could not
+        use: others may begin alike, and branch off there too.
+        """
+        size, ended = self._allocator.page_size, holding.num_matched
+        kept = range(self._first(ended), ended // size)
+        for index in range(self._first(begin), self._first(holding.kv_len)):
+            page = holding.pages[index]
+            if index not in kept and page in self._found:
+                self._found.move_to_end(page, last=False)
+
+    def _show(self, holding: PageHolding, first: int) -> None:
+        """Write the window pages of a holding into its slot's table from entry ``first`` on."""
         pages = [self._found.get(page, 0) for page in holding.pages[first:]]
         self._set_pages(holding.slot, pages, first)

@@ -10,6 +10,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from specjax.engine import plan
+from specjax.engine.args import EngineArgs
+from specjax.engine.plan import plan_engine
 from specjax.kv import window_pages
 from specjax.testing import Files, check_tokens
 from specjax.testing.files import CONFIG
@@ -97,6 +100,18 @@ def test_tokens_of_a_tree_are_those_of_dense_decoding(family: Any) -> None:
     with family[1].engine(dtype="float32", **shape) as engine:
         assert engine.runner.config.num_window_pages > 0
         assert check_tokens(engine, prompts, count=40) > 20
+
+
+@pytest.mark.usefixtures("few_window_pages")
+def test_layers_share_a_pool_where_two_do_not_fit(family: Any, monkeypatch: Any) -> None:
+    args = EngineArgs(**family[1].arguments(speculative=False, dtype="float32"))
+    needs = plan_engine(args).needs
+    assert needs.window_bytes > 0
+    room = needs.weight_bytes + needs.temporary_bytes + needs.window_bytes // 2
+    monkeypatch.setattr(plan, "MEMORY_GRANULE", 1)
+    monkeypatch.setattr(plan.sizing, "device_memory", lambda _: room)
+    small = plan_engine(args)
+    assert small.config.num_window_pages == small.needs.window_bytes == 0
 
 
 @pytest.mark.slow

@@ -212,3 +212,35 @@ def test_simulations_meet_what_they_are_for() -> None:
             one.step()
     for name in ("hits", "trimmed", "preempted"):
         assert sum(getattr(one, name) for one in ones) > 0, name
+
+
+@pytest.mark.parametrize("system", [0, 40])
+def test_the_windows_of_idle_texts_stay(system: int) -> None:
+    """A conversation goes on after long texts, and another begins as earlier ones did."""
+    one = Simulation(0, size=2, window=8, rounds=1, spare=True)
+    most, writes = 3 * 200, one.writes
+    allocator = PageAllocator(most, 2)
+    count = pages_wanted(8, writes, 2, num_requests=3, chunk=CHUNK)
+    windows = WindowPages(count, 2, 8, writes, lambda *_: None)
+    budget = PageBudget(allocator, writes, lambda *_: None, 0, windows)
+    texts = [[*range(1, system + 1), *([i] * 100)] for i in range(1000, 1004)]
+    cached = []
+    for text in texts * 2:
+        row = Row(1, text, len(text) + 20, len(text))
+        assert budget.admit(row, [], budget.capacity([]))
+        cached.append(row.num_cached)
+        while not row.is_prefilled:
+            end = min(len(text), row.kv_len + CHUNK)
+            budget.prepare_chunk(row, end, [row])
+            row.kv_len = end
+            if row.is_prefilled:
+                assert budget.share(row, is_dispatched=False)
+            budget.chunks_dispatched()
+        assert budget.grow([row], [row])
+        text += [0, 0]  # the last token has no KV yet
+        row.kv_len = len(text) - 1
+        budget.release(row, text)
+        text += [7] * 3
+    # all but the first find where texts branch off
+    assert cached[:4] == [0, system, system, system]
+    assert cached[4:] == [system + 100] * 4
