@@ -8,6 +8,8 @@ import jax.numpy as jnp
 from specjax.checks import check_integer, check_number
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
+# of quantised matrices
+QUANTISED = {"fp8": jnp.float8_e4m3fn, "int8": jnp.int8}
 
 
 ROPE_TYPES = ("linear", "dynamic", "llama3", "yarn", "longrope")
@@ -99,6 +101,7 @@ class TransformerConfig:
     activation: str = "silu"
     max_position_embeddings: int = 2048
     dtype: str = "float32"
+    quantization: str | None = None  # of matrices, except embeddings: a key of QUANTISED
 
     def __post_init__(self) -> None:
         for own in fields(TransformerConfig):
@@ -122,7 +125,9 @@ class TransformerConfig:
 
     @property
     def dtypes(self) -> Dtypes:
-        return Dtypes(*[jnp.dtype(DTYPES[self.dtype])] * 3)
+        plain = jnp.dtype(DTYPES[self.dtype])
+        weights = plain if self.quantization is None else jnp.dtype(QUANTISED[self.quantization])
+        return Dtypes(weights, plain, plain)
 
     @property
     def rope(self) -> Rope:

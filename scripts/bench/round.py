@@ -35,7 +35,7 @@ from specjax.speculative.algorithm import kv_pool
 from specjax.speculative.prefill import Chunk
 from specjax.speculative.registry import DEFAULT
 
-SETTINGS = ("model", "rounds_per_dispatch", "page_size", "context", "dtype")
+SETTINGS = ("model", "rounds_per_dispatch", "page_size", "context", "dtype", "quantization")
 REPEATS = 5
 PROFILED_DISPATCHES = 5
 PREFILL_CHUNK = 512
@@ -90,6 +90,7 @@ def parse_arguments(name: str, argv: Sequence[str]) -> Namespace:
     add("--rounds-per-dispatch", type=int, default=1, help="rounds per call (default: 1)")
     add("--page-size", type=int, default=16, help="tokens per KV page (default: 16)")
     add("--dtype", default="bfloat16", help="dtype of weights and KV (default: bfloat16)")
+    add("--quantization", help="fp8 or int8: matrices of 8 bits (default: as --dtype)")
     add("--simulate-acceptance", type=float, help="probability that a draft is accepted")
     add("--profile", action="store_true", help="also list the kernels of a round")
     add("--output", type=Path, help="file to append one JSON line per row to")

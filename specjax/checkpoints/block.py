@@ -92,6 +92,9 @@ class BlockCheckpoint(Checkpoint[BlockConfig]):
         """Warn if copies of the target's embeddings or output head differ from its weights."""
         source, table = self._open_source(), target["embedding.table"][::STEP]
         head = target["lm_head.kernel"][:, ::STEP].T if "lm_head.kernel" in target else table
+        if "lm_head.kernel.values" in target:
+            values, scale = (target[f"lm_head.kernel.{x}"][::STEP] for x in ("values", "scale"))
+            head = values.astype(scale.dtype) * scale
         for name, own in (("embed_tokens.weight", table), ("lm_head.weight", head)):
             one = np.asarray(source.read(name)[::STEP] if name in source.infos else own, np.float32)
             if one.shape == own.shape and abs(one - own).sum() > MAX_DIFFERENCE * abs(one).sum():

@@ -6,10 +6,11 @@ import threading
 import zipfile
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, Self, TypeVar
 
+import jax.numpy as jnp
 import numpy as np
 from ml_dtypes import bfloat16
 from safetensors import SafetensorError, safe_open
@@ -149,6 +150,52 @@ def open_directory(directory: Path) -> TensorSource:
 _BLOCK = 128
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
 
+SCALE = "_scale"  # a quantised matrix X has its scales in X_scale
+
+
+def quantise(matrix: np.ndarray, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
+    """Values ``[out, in]`` of an 8-bit dtype and scales f32 ``[out, 1]`` of a matrix.
+
+    The largest value of each output has the largest magnitude of the dtype, and values are rounded
+    to the nearest. An output of zeros has the scale 1.
+    """
+    is_float = jnp.issubdtype(dtype, jnp.floating)
+    most = float(jnp.finfo(dtype).max if is_float else jnp.iinfo(dtype).max)
+    matrix = matrix.astype(np.float32)
+    scale = np.abs(matrix).max(axis=1, keepdims=True) / most
+    scale[scale == 0.0] = 1.0
+    values = np.clip(matrix / scale, -most, most)
+    return (values if is_float else np.rint(values)).astype(dtype), scale
+
+
+def quantised_source(source: TensorSource, recipes: Recipes) -> TensorSource:
+    """Quantise the matrices whose scales the recipes need but the source lacks, when read.
+
+    They then have the names and shapes of compressed-tensors files with one scale per output.
+    """
+    parts = {part.name: recipe.dtype for recipe in recipes.values() for part in recipe.parts}
+    bases = (name.removesuffix(SCALE) for name in parts if name.endswith(f"weight{SCALE}"))
+    dtypes = {
+        name: np.dtype(parts[name] or "")
+        for name in bases
+        if name in source.infos and name + SCALE not in source.infos
+    }
+    infos = dict(source.infos)
+    for name, dtype in dtypes.items():
+        shape, path, stored = infos[name]
+        if len(shape) == 2 and stored in _FLOATS:
+            infos[name] = TensorInfo(shape, path, dtype.name)
+            infos[name + SCALE] = TensorInfo((shape[0], 1), path, "float32")
+
+    def read(name: str) -> np.ndarray:
+        base = name.removesuffix(SCALE)
+        if base not in dtypes:
+            return source.read(name)
+        return quantise(source.read(base), dtypes[base])[name != base]
+
+    return TensorSource(source.path, infos, read) if dtypes else source
+
+
 C = TypeVar("C", ModelConfig, DraftConfig, BlockConfig)
 
 
@@ -161,20 +208,27 @@ class Checkpoint(Generic[C]):
     _open_source: Callable[[], TensorSource]
     _recipes: ClassVar[Callable[[Any], Recipes]]
 
+    def quantised(self, kind: str | None) -> Self:
+        """The same model with its matrices quantised as ``kind``; ``None``: as they are."""
+        return replace(self, config=replace(self.config, quantization=kind))
+
+    def _source(self) -> TensorSource:
+        return quantised_source(self._open_source(), self.recipes())
+
     def describe(self) -> str:
         """Summarize the resolved settings in one line."""
         raise NotImplementedError
 
     def check_weights(self) -> None:
         """Raise ValueError if names, shapes or dtypes on disk do not fit the configuration."""
-        self._checked_recipes(self._open_source())
+        self._checked_recipes(self._source())
 
     def load_weights(self) -> dict[str, np.ndarray]:
         """Load all weights by the model's names, in ``config.dtype`` (``d2t`` in int32).
 
         Raises ValueError if a tensor cannot be read, or as :meth:`check_weights` does.
         """
-        source = self._open_source()
+        source = self._source()
         recipes, dtype = self._checked_recipes(source), self.config.dtypes.activations
 
         def make(recipe: Recipe) -> np.ndarray:

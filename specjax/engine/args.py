@@ -13,7 +13,7 @@ from msgspec import Meta
 
 from specjax.adaptive.config import AdaptiveConfig, load_adaptive_config
 from specjax.checks import Natural, Positive, annotations, convert, is_integer, refused
-from specjax.config import MAX_STEPS
+from specjax.config import MAX_STEPS, QUANTISED
 from specjax.disaggregation.address import check_secret
 from specjax.sampling.accept_draws import Acceptance
 from specjax.speculative.algorithm import CustomSpecAlgo, SpeculativeAlgorithm
@@ -31,6 +31,7 @@ CHOICES: dict[str, tuple[str | None, ...]] = {
     "grammar_backend": (None, "llguidance"),
     "load_format": ("auto", "dummy"),
     "logprobs_mode": ("raw", "processed"),
+    "quantization": (None, *QUANTISED),
     "reasoning_parser": (None, *PARSERS),
     "tool_call_parser": (None, *FORMATS),
     "speculative_ngram_match_type": ("BFS", "PROB"),
@@ -59,7 +60,7 @@ _NAMES = {
     "set HF_HOME in the environment": "download_dir",
     "an engine runs on one GPU; base_gpu_id chooses it": "tp_size tensor_parallel_size dp_size "
     "data_parallel_size pp_size pipeline_parallel_size",
-    "weights and KV are float32 or bfloat16": "quantization kv_cache_dtype",
+    "KV is float32 or bfloat16": "kv_cache_dtype",
     "code in a checkpoint never runs": "trust_remote_code",
     "rounds are always compiled": "disable_cuda_graph enforce_eager",
     "the device decides": "attention_backend",
@@ -143,6 +144,10 @@ class EngineArgs:
         chat_template: file with a Jinja template to use instead of the tokenizer's.
         revision: branch, tag or commit, if ``model`` is a repo id; does not apply to other options.
         dtype: ``"float32"``, ``"bfloat16"`` or ``"auto"``: float32 on a CPU, else the checkpoint's.
+        quantization: ``"fp8"`` (e4m3) or ``"int8"``: store matrices in 8 bits with a scale per
+            output channel, also those of the output head and the draft, but not embeddings (nor a
+            head tied to them), norms and block drafters. Activations keep ``dtype``. Drafts are
+            verified by the quantised target, whose text differs from that of the whole weights.
         context_length: maximum tokens of prompt plus completion. Default: the model's limit.
         page_size: tokens per KV page.
         max_running_requests: requests decoded at once. Default: 4 on a CPU, 32 on a GPU.
@@ -221,6 +226,7 @@ class EngineArgs:
     chat_template: str | PathLike[str] | None = None
     revision: str | None = None
     dtype: str = "auto"
+    quantization: str | None = None
     context_length: Positive | None = None
     page_size: Positive = 16
     max_running_requests: Positive | None = None

@@ -11,7 +11,7 @@ from typing import Any
 from specjax.adaptive import AdaptiveController
 from specjax.checkpoints import TargetCheckpoint, open_target
 from specjax.checkpoints.tensors import Checkpoint
-from specjax.config import ModelConfig
+from specjax.config import BlockConfig, ModelConfig
 from specjax.disaggregation.decode import TRANSIT_TOKENS
 from specjax.engine.args import EngineArgs
 from specjax.kernels.invariant_attention import HEAD_DIMS, MAX_ROWS
@@ -90,6 +90,7 @@ class EnginePlan:
                 f"{largest.nodes} tokens verified per round"
             )
         kind, windows = self.networks.placement.device.device_kind, ""
+        weights = target.config.quantization or target.config.dtype
         if config.num_window_pages:
             windows = f", and {config.num_window_pages - 1} pages for layers with a window"
         return [
@@ -97,7 +98,7 @@ class EnginePlan:
             speculation,
             f"context length {self.context_length} tokens, up to {config.num_slots - 1} running "
             f"requests, batch buckets {list(config.batch_buckets)}",
-            f"{target.name} ({target.config.dtype}) on {kind}: weights "
+            f"{target.name} ({weights}) on {kind}: weights "
             f"{self.needs.weight_bytes / 1e9:.2f} GB, KV {self.kv_bytes / 1e9:.2f} GB: "
             f"{config.num_pages - 1} pages of {config.page_size} tokens, {config.max_total_tokens} "
             f"tokens{windows}; temporary memory up to {self.needs.temporary_bytes / 1e9:.2f} GB",
@@ -123,6 +124,8 @@ def check_deterministic(config: ModelConfig, placement: Placement) -> None:
         reason = "needs a GPU"
     elif config.dtype != "bfloat16":
         reason = f"needs dtype='bfloat16'; the model has {config.dtype}"
+    elif config.quantization is not None:
+        reason = f"does not support quantization={config.quantization!r}"
     elif config.head_dim not in HEAD_DIMS:
         reason = f"needs a head dim of {' or '.join(map(str, HEAD_DIMS))}, not {config.head_dim}"
     elif config.num_heads > MAX_ROWS * config.num_kv_heads:
@@ -150,7 +153,11 @@ def plan_engine(args: EngineArgs) -> EnginePlan:
     target = open_target(args.model, dtype=dtype, revision=args.revision)
     if args.tokenizer is not None or args.chat_template is not None:
         target = target.with_tokenizer(args.tokenizer, args.chat_template)
-    drafts = args.algorithm.open_draft(args, target, args.draft)
+    drafts = tuple(
+        draft if isinstance(draft.config, BlockConfig) else draft.quantised(args.quantization)
+        for draft in args.algorithm.open_draft(args, target, args.draft)
+    )
+    target = target.quantised(args.quantization)
     shapes = args.algorithm.fit_shapes(args, drafts[0].config if drafts else None)
     args.check_simulation(shapes)
     context_length = target.config.context_length(args.context_length)
@@ -162,13 +169,16 @@ def plan_engine(args: EngineArgs) -> EnginePlan:
         deterministic=args.enable_deterministic_inference,
         placement=placement,
     )
+    splits = args.disaggregation_mode is None  # KV is sent from a single pool
     slots = args.max_running_requests or (4 if on_cpu else 32)
     chunk = args.chunked_prefill_size or sizing.DEFAULT_CHUNK
     if on_cpu:
         most = min(chunk, context_length)
     else:
         idle, windows = IDLE_CHUNK, networks.target_config.windows
-        if windows:  # a prefill needs window pages for its tokens: no more than a quarter
+        if (
+            windows and splits
+        ):  # a prefill needs window pages for its tokens: no more than a quarter
             idle = min(idle, max(LEAST_IDLE_CHUNK, slots * max(windows) // 4))
         most = min(max(chunk, idle), context_length * slots)
     smallest = sizing.smallest_bucket(
@@ -199,18 +209,22 @@ def plan_engine(args: EngineArgs) -> EnginePlan:
     )
     memory = sizing.device_memory(placement.device) // MEMORY_GRANULE * MEMORY_GRANULE
     transit_tokens = TRANSIT_TOKENS if args.disaggregation_mode == "decode" else 0
-    splits = args.disaggregation_mode is None  # KV is sent from a single pool
     window_pages = sizing.num_window_pages(networks.target_config, config) if splits else 0
     for num_window_pages in (window_pages, 0):
         config = replace(config, num_window_pages=num_window_pages)
         needs = sizing.memory_needs(networks, config, transit_tokens)
-        num_pages = sizing.plan_pages(
-            needs,
-            config,
-            memory=memory,
-            max_total_tokens=args.max_total_tokens,
-            mem_fraction_static=args.mem_fraction_static,
-        )
+        try:
+            num_pages = sizing.plan_pages(
+                needs,
+                config,
+                memory=memory,
+                max_total_tokens=args.max_total_tokens,
+                mem_fraction_static=args.mem_fraction_static,
+            )
+        except ValueError:
+            if num_window_pages == 0:
+                raise
+            continue
         if num_pages > num_window_pages:  # otherwise, a split would save nothing
             break
     config = replace(config, num_pages=num_pages)

@@ -12,7 +12,14 @@ import numpy as np
 
 from specjax.checkpoints import open_target
 from specjax.checkpoints.block import BlockCheckpoint
-from specjax.checkpoints.tensors import Checkpoint, TensorInfo, TensorSource, cast, make_weight
+from specjax.checkpoints.tensors import (
+    Checkpoint,
+    TensorInfo,
+    TensorSource,
+    cast,
+    make_weight,
+    quantised_source,
+)
 from specjax.engine.plan import EnginePlan
 from specjax.models.family import Recipe
 from specjax.models.flat import Weights
@@ -65,12 +72,15 @@ def weights_from_disk(
         raise ValueError(f"give model_path, draft_path or both; got {model_path=}, {draft_path=}")
     target, drafts, new_target, new_draft = plan.target, plan.drafts, {}, {}
     if model_path is not None:
-        target = open_target(model_path, dtype=target.config.dtype)
+        kind = target.config.quantization
+        target = open_target(model_path, dtype=target.config.dtype).quantised(kind)
         _check_same_config(target, plan.target)
     if draft_path is not None:
         if not drafts:
             raise ValueError(f"draft_path={draft_path!r}, but the engine has no draft network")
-        drafts = plan.args.algorithm.open_draft(plan.args, target, draft_path)
+        kind = drafts[0].config.quantization
+        opened = plan.args.algorithm.open_draft(plan.args, target, draft_path)
+        drafts = tuple(draft.quantised(kind) for draft in opened)
         _check_same_config(drafts[0], plan.drafts[0])
         new_draft = drafts[0].load_weights()
     if model_path is not None:
@@ -110,6 +120,9 @@ def weights_from_tensors(
     weights = {name: tensors.pop(name) for name in abstract if name in tensors}
     tensors = {owner.canonical_name(name): tensors[name] for name in tensors}
     recipes, parts = owner.recipes(), set[str]()
+    if owner.config.quantization is not None:
+        source = quantised_source(_in_memory(jax.tree.map(np.asarray, tensors)), recipes)
+        tensors = {name: source.read(name) for name in source.infos}
     for name, recipe in recipes.items():
         names = {part.name for part in recipe.parts}
         if not names.isdisjoint(tensors):
