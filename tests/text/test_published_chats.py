@@ -16,19 +16,19 @@ SYSTEM = {"role": "system", "content": "Be brief"}
 
 
 class Published(NamedTuple):
-    """What a family publishes, with a template of our own that gives the same text."""
+    """A published format, and a template of our own that gives the same text."""
 
     template: str
     markers: tuple[str, ...]  # special tokens in addition to those of the configuration
     config: dict[str, Any]  # of tokenizer_config.json
-    chat: tuple[str, ...]  # the tokens of CHAT; texts that are no markers are split further
+    chat: tuple[str, ...]  # the tokens of CHAT; other texts are split further
     raw: tuple[str, ...]  # the tokens of the prompt "Hi" without a template
     adds_bos: bool = False  # the post-processor in tokenizer.json adds BOS
     drops_spaces: bool = False  # markers take the white space after them
 
 
 FAMILIES = {
-    # one turn is "model", contents are stripped, and there is no system turn
+    # answers have the role "model", contents are stripped, and a system turn is refused
     "gemma2": Published(
         "{{ bos_token }}{% if messages[0]['role'] == 'system' %}"
         "{{ raise_exception('System role not supported') }}{% endif %}{% for message in messages %}"
