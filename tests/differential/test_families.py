@@ -90,6 +90,9 @@ def few_window_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few window pages, which are often taken back, and still fewer than pages."""
     monkeypatch.setattr(window_pages, "AHEAD_DISPATCHES", 1)
     monkeypatch.setattr(window_pages, "SPARE", 0.0)
+    # of a prefill on a GPU, as small as on a CPU
+    for name in ("IDLE_CHUNK", "LEAST_IDLE_CHUNK"):
+        monkeypatch.setattr(plan, name, 12)
 
 
 @pytest.mark.usefixtures("few_window_pages")
