@@ -17,7 +17,7 @@ from specjax.server.service import MAX_REPORTED, Service
 from specjax.server.structured import take_grammar
 from specjax.server.tools import NO_TOOLS, Tools, take_tools, with_default_prompt
 from specjax.text.reasoning import END, START, split_reasoning
-from specjax.text.tool_calls import parse_tool_calls
+from specjax.text.tool_calls import ToolCall, parse_tool_calls
 
 DEFAULT_TOKENS = 16
 MAX_LOGPROBS = 20
@@ -347,7 +347,9 @@ class ChatAnswer(Answer):
         self._is_apart = self.reasons and self.is_apart
         self._splits = (self._is_apart or bool(self.tools.names)) and not self.include_drafts
         self._num_reasoned: dict[int, int] = {}  # characters of reasoning sent, by choice
-        self._calls: dict[int, list[Result]] = {}  # calls sent, by choice
+        self._calls: dict[int, list[Result]] = {}  # by choice
+        # characters of the arguments of calls that were sent, by choice
+        self._num_sent: dict[int, list[int]] = {}
 
     def message(self, index: int, text: str) -> Result:
         message: Result = {"role": "assistant", "content": text, "refusal": None}
@@ -371,16 +373,22 @@ class ChatAnswer(Answer):
             return super().chunk(result)
         index, meta, events = result.get("index", 0), result.get("meta_info"), b""
         is_final = meta is not None and meta["finish_reason"] is not None
-        done, sent = self._num_reasoned.get(index, 0), len(self._calls.get(index, ()))
+        done, sent = self._num_reasoned.get(index, 0), self._num_sent.setdefault(index, [])
         reasoning, content, calls = self._parts(index, result["text"], is_final=is_final)
         if index not in self._sent:
             events += super().chunk({"index": index, "text": ""})
         if len(reasoning) > done:
             self._num_reasoned[index] = len(reasoning)
             events += self._delta(index, reasoning_content=reasoning[done:])
-        if calls[sent:]:
+        lengths = [len(call["function"]["arguments"]) for call in calls]
+        if lengths != sent:
             events += super().chunk({"index": index, "text": content})
-            new = [call | {"index": sent + i} for i, call in enumerate(calls[sent:])]
+            new = [call | {"index": i} for i, call in enumerate(calls) if i >= len(sent)]
+            for i, (begin, end) in enumerate(zip(sent, lengths, strict=False)):
+                if begin < end:  # the rest of a call whose name was sent before
+                    more = calls[i]["function"]["arguments"][begin:]
+                    new.insert(0, {"index": i, "function": {"arguments": more}})
+            self._num_sent[index] = lengths
             events += self._delta(index, tool_calls=new)
         return events + super().chunk(self._with_reason(index, result) | {"text": content})
 
@@ -396,12 +404,17 @@ class ChatAnswer(Answer):
         before = "" if self._is_apart else text[: len(text) - len(rest)]
         calls = self._calls.setdefault(index, [])
         if self.parser is not None and self.tools.names:
-            names = self.tools.names
-            rest, found = parse_tool_calls(self.parser, rest, names, is_final=is_final)
-            for call in found[len(calls) : None if self.tools.is_parallel else 1]:
-                # templates of Mistral demand nine letters or digits
-                name = new_id()[:9] if self.parser == "mistral" else f"call_{new_id()}"
-                calls.append({"id": name, "type": "function", "function": call._asdict()})
+            names, found = self.tools.names, list[ToolCall]()
+            if self.tools.is_required and (found := self.tools.calls(self.parser, rest)):
+                rest = ""
+            else:
+                rest, found = parse_tool_calls(self.parser, rest, names, is_final=is_final)
+            for i, call in enumerate(found[: None if self.tools.is_parallel else 1]):
+                if i == len(calls):
+                    # templates of Mistral demand nine letters or digits
+                    name = new_id()[:9] if self.parser == "mistral" else f"call_{new_id()}"
+                    calls.append({"id": name, "type": "function"})
+                calls[i]["function"] = call._asdict()
         return "" if before else reasoning, before + rest, calls
 
     def _with_reason(self, index: int, result: Result) -> Result:

@@ -6,10 +6,11 @@ from typing import Any, NamedTuple
 
 from specjax.checks import short
 from specjax.server.fields import ApiError, Body
-from specjax.text.tool_calls import END, START
+from specjax.text.tool_calls import END, START, ToolCall
 
 # White space in the arguments of a forced call: that of json.dumps, which models have learned.
 LAYOUT = {"whitespace_flexible": False, "key_separator": ": ", "item_separator": ", "}
+_DECODER = json.JSONDecoder()
 MAX_TOOLS, MAX_NAME = 128, 64  # OpenAI's limits
 # For templates without tools: the prompt of Qwen2.5 and Hermes, in our words.
 PROMPT = """You can call these functions. Each line is the JSON schema of one:
@@ -61,6 +62,27 @@ class Tools(NamedTuple):
             rules += [f'call_{i}: {json.dumps(call)} values_{i} "}}"']
             rules += [f"values_{i}: %json {json.dumps(_schema(one))}"]
         return {"ebnf": "\n".join([*rules, ""])}
+
+    def calls(self, kind: str, text: str) -> list[ToolCall]:
+        """The calls in a text that must be calls; the arguments of the last may be incomplete."""
+        begin, key, between, _ = _FORMS.get(kind, _LIST)
+        heads = {f'{{"name": {json.dumps(name)}, "{key}": ': name for name in self.names}
+        text, at, calls = text.lstrip(), len(begin), list[ToolCall]()
+        while text.startswith(begin):
+            head = next((head for head in heads if text.startswith(head, at)), None)
+            if head is None:
+                break
+            at += len(head)
+            try:
+                _, end = _DECODER.raw_decode(text, at)
+            except (ValueError, RecursionError):
+                end = len(text)
+            calls.append(ToolCall(heads[head], text[at:end]))
+            at = end + len("}")
+            if not between or not text.startswith(between, at):
+                break
+            at += len(between)
+        return calls if self.is_parallel else calls[:1]
 
 
 NO_TOOLS = Tools()

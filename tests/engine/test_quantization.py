@@ -61,7 +61,7 @@ def texts(engine: Engine) -> list[list[int]]:
     return [result["output_ids"] for batch in results for result in batch]
 
 
-@pytest.fixture(scope="module", params=DTYPES)
+@pytest.fixture(scope="module", params=["fp8", pytest.param("int8", marks=pytest.mark.slow)])
 def engines(request, files: Files, tmp_path_factory) -> Iterator[tuple[str, Engine, Engine]]:
     """Plain decoding of dequantised matrices, and drafts for quantised ones."""
     kind, folder = request.param, tmp_path_factory.mktemp("plain")

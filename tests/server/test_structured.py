@@ -11,7 +11,7 @@ from specjax import Engine
 from specjax.checkpoints.target import open_target
 from specjax.sampling.grammar import GrammarCompiler
 from specjax.server import make_app
-from specjax.server.tools import Tools, with_default_prompt
+from specjax.server.tools import _FORMS, _LIST, Tools, with_default_prompt
 from specjax.testing import Client, Files, running
 from specjax.testing.files import EOS_ID, letter_tokenizer, write_tokenizer
 from specjax.text.tool_calls import FORMATS, ToolCall, parse_tool_calls
@@ -236,15 +236,19 @@ def test_calls_that_are_required(tools: Client, choice: Any, names: set[str]) ->
         assert call["function"]["name"] in names
         assert set(json.loads(call["function"]["arguments"])) == {"x"}
     found: dict[int, Any] = {}
-    ends = {}
+    ends, num_deltas = {}, 0
     for event in tools.post(CHAT, body | {"stream": True}).events():
         for one in event["choices"]:
             assert not one["delta"].get("content")
             for call in one["delta"].get("tool_calls", ()):
                 assert call["index"] == 0
-                found[one["index"]] = call["function"]
+                num_deltas += 1
+                new, known = call["function"], found.setdefault(one["index"], {"arguments": ""})
+                assert ("name" in new) == ("id" in call) == ("name" not in known)
+                known |= new | {"arguments": known["arguments"] + new["arguments"]}
             ends[one["index"]] = one["finish_reason"]
     assert ends == {0: "tool_calls", 1: "tool_calls"}
+    assert num_deltas > 2  # arguments come as they are written
     assert found == {i: x["message"]["tool_calls"][0]["function"] for i, x in enumerate(choices)}
 
 
@@ -358,3 +362,25 @@ def test_a_template_without_tools_gets_a_prompt() -> None:
     ]
     own = [{"role": "system", "content": "be brief"}, *turns]
     assert with_default_prompt(own, TOOLS)[0]["content"].startswith("be brief\n\nYou can call")
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_required_calls_are_read_while_they_are_written(kind: str) -> None:
+    """At any cut, calls are a beginning of the whole ones, which the parser of the kind reads."""
+    begin, key, between, end = _FORMS.get(kind, _LIST)
+    arguments = ['{"x": "} \\"é, ]"}', "{}", '{"y": [1, {"z": null}], "x": "</tool_call"}']
+    arguments = arguments if between else arguments[:1]
+    calls = [f'{{"name": "f", "{key}": {one}}}' for one in arguments]
+    text = begin + between.join(calls) + end
+    tools = Tools(TOOLS, ["f", "g"], True, True)
+    whole = tools.calls(kind, text)
+    assert whole == [ToolCall("f", one) for one in arguments]
+    assert [json.loads(one.arguments) for one in parse_tool_calls(kind, text, ["f"])[1]] == [
+        json.loads(one) for one in arguments
+    ]
+    for cut in range(len(text)):
+        found = tools.calls(kind, text[:cut])
+        assert found[:-1] == whole[: max(0, len(found) - 1)]
+        if found:
+            assert whole[len(found) - 1].arguments.startswith(found[-1].arguments)
+    assert len(tools._replace(is_parallel=False).calls(kind, text)) == 1
