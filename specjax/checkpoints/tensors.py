@@ -178,14 +178,15 @@ def quantised_source(source: TensorSource, recipes: Recipes) -> TensorSource:
     dtypes = {
         name: np.dtype(parts[name] or "")
         for name in bases
-        if name in source.infos and name + SCALE not in source.infos
+        if (info := source.infos.get(name)) is not None
+        and (len(info.shape), info.dtype in _FLOATS) == (2, True)
+        and name + SCALE not in source.infos
     }
     infos = dict(source.infos)
     for name, dtype in dtypes.items():
-        shape, path, stored = infos[name]
-        if len(shape) == 2 and stored in _FLOATS:
-            infos[name] = TensorInfo(shape, path, dtype.name)
-            infos[name + SCALE] = TensorInfo((shape[0], 1), path, "float32")
+        shape, path, _ = infos[name]
+        infos[name] = TensorInfo(shape, path, dtype.name)
+        infos[name + SCALE] = TensorInfo((shape[0], 1), path, "float32")
 
     def read(name: str) -> np.ndarray:
         base = name.removesuffix(SCALE)

@@ -54,8 +54,9 @@ def build_engine(
     if shared is not None and not is_same(shared[0].target, plan.target):
         other = shared[0].target
         raise ValueError(
-            f"share_weights_with must be an engine with the model {plan.target.path} and dtype "
-            f"{plan.target.config.dtype}; got {other.path}, {other.config.dtype}"
+            f"share_weights_with must be an engine with the model {plan.target.path}, dtype "
+            f"{plan.target.config.dtype} and quantization={plan.target.config.quantization}; got "
+            f"{other.path}, {other.config.dtype} and {other.config.quantization}"
         )
     if args.load_format != "dummy":
         for checkpoint in (plan.target, *plan.drafts):

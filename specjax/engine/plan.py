@@ -3,7 +3,7 @@
 import logging
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from importlib.metadata import version
 from typing import Any
@@ -142,6 +142,15 @@ def check_deterministic(config: ModelConfig, placement: Placement) -> None:
         raise ValueError(f"enable_deterministic_inference=True {reason}")
 
 
+def quantised(drafts: Sequence[Any], kind: str | None) -> tuple[Any, ...]:
+    """Quantise the matrices of draft heads and models; all other drafts stay as they are."""
+
+    def is_kept(draft: Any) -> bool:
+        return not isinstance(draft, Checkpoint) or isinstance(draft.config, BlockConfig)
+
+    return tuple(draft if is_kept(draft) else draft.quantised(kind) for draft in drafts)
+
+
 def plan_engine(args: EngineArgs) -> EnginePlan:
     """Open the checkpoints and decide all sizes. On a device, equal arguments give an equal plan.
 
@@ -153,10 +162,7 @@ def plan_engine(args: EngineArgs) -> EnginePlan:
     target = open_target(args.model, dtype=dtype, revision=args.revision)
     if args.tokenizer is not None or args.chat_template is not None:
         target = target.with_tokenizer(args.tokenizer, args.chat_template)
-    drafts = tuple(
-        draft if isinstance(draft.config, BlockConfig) else draft.quantised(args.quantization)
-        for draft in args.algorithm.open_draft(args, target, args.draft)
-    )
+    drafts = quantised(args.algorithm.open_draft(args, target, args.draft), args.quantization)
     target = target.quantised(args.quantization)
     shapes = args.algorithm.fit_shapes(args, drafts[0].config if drafts else None)
     args.check_simulation(shapes)
@@ -176,9 +182,8 @@ def plan_engine(args: EngineArgs) -> EnginePlan:
         most = min(chunk, context_length)
     else:
         idle, windows = IDLE_CHUNK, networks.target_config.windows
-        if (
-            windows and splits
-        ):  # a prefill needs window pages for its tokens: no more than a quarter
+        # a prefill needs window pages for its tokens: no more than a quarter
+        if windows and splits:
             idle = min(idle, max(LEAST_IDLE_CHUNK, slots * max(windows) // 4))
         most = min(max(chunk, idle), context_length * slots)
     smallest = sizing.smallest_bucket(

@@ -13,6 +13,7 @@ import numpy as np
 from specjax.checkpoints import open_target
 from specjax.checkpoints.block import BlockCheckpoint
 from specjax.checkpoints.tensors import (
+    SCALE,
     Checkpoint,
     TensorInfo,
     TensorSource,
@@ -20,7 +21,7 @@ from specjax.checkpoints.tensors import (
     make_weight,
     quantised_source,
 )
-from specjax.engine.plan import EnginePlan
+from specjax.engine.plan import EnginePlan, quantised
 from specjax.models.family import Recipe
 from specjax.models.flat import Weights
 from specjax.runtime.runner import ModelRunner
@@ -72,15 +73,14 @@ def weights_from_disk(
         raise ValueError(f"give model_path, draft_path or both; got {model_path=}, {draft_path=}")
     target, drafts, new_target, new_draft = plan.target, plan.drafts, {}, {}
     if model_path is not None:
-        kind = target.config.quantization
-        target = open_target(model_path, dtype=target.config.dtype).quantised(kind)
+        opened = open_target(model_path, dtype=target.config.dtype)
+        target = opened.quantised(plan.args.quantization)
         _check_same_config(target, plan.target)
     if draft_path is not None:
         if not drafts:
             raise ValueError(f"draft_path={draft_path!r}, but the engine has no draft network")
-        kind = drafts[0].config.quantization
-        opened = plan.args.algorithm.open_draft(plan.args, target, draft_path)
-        drafts = tuple(draft.quantised(kind) for draft in opened)
+        found = plan.args.algorithm.open_draft(plan.args, target, draft_path)
+        drafts = quantised(found, plan.args.quantization)
         _check_same_config(drafts[0], plan.drafts[0])
         new_draft = drafts[0].load_weights()
     if model_path is not None:
@@ -112,15 +112,25 @@ def weights_from_tensors(
         given = dict(named_tensors)
     except TypeError as error:
         raise ValueError(f"named_tensors={named_tensors!r} must map names to arrays") from error
-    dtype = owner.config.dtypes.activations
-    tensors = {str(name): _copied(name, value, dtype) for name, value in given.items()}
+    abstract = dict(zip(flat.names, flat.abstract, strict=True))
+    dtype, is_quantised = owner.config.dtypes.activations, owner.config.quantization is not None
+
+    def dtype_of(name: str, value: Any) -> Any:
+        """The dtype of a weight in the engine, and of a tensor from which one is made."""
+        if name in abstract and jnp.issubdtype(abstract[name].dtype, jnp.floating):
+            return abstract[name].dtype
+        if is_quantised and name.endswith(SCALE):
+            return np.dtype(np.float32)
+        size = getattr(getattr(value, "dtype", None), "itemsize", 0)
+        return value.dtype if is_quantised and size == 1 else dtype
+
+    tensors = {str(x): _copied(x, value, dtype_of(str(x), value)) for x, value in given.items()}
     if not tensors:
         raise ValueError("named_tensors is empty; give the weights to replace")
-    abstract = dict(zip(flat.names, flat.abstract, strict=True))
     weights = {name: tensors.pop(name) for name in abstract if name in tensors}
     tensors = {owner.canonical_name(name): tensors[name] for name in tensors}
     recipes, parts = owner.recipes(), set[str]()
-    if owner.config.quantization is not None:
+    if is_quantised:
         source = quantised_source(_in_memory(jax.tree.map(np.asarray, tensors)), recipes)
         tensors = {name: source.read(name) for name in source.infos}
     for name, recipe in recipes.items():
@@ -133,6 +143,11 @@ def weights_from_tensors(
     strays = sorted(n for n in tensors.keys() - parts if not (weights and owner.is_ignored(n)))
     if strays:
         raise ValueError(f"named_tensors: {strays[:5]} are not weights of the model")
+    for name in weights:
+        whole, _, kind = name.rpartition(".")
+        other = f"{whole}.{'scale' if kind == 'values' else 'values'}"
+        if kind in ("values", "scale") and other in abstract and other not in weights:
+            raise ValueError(f"named_tensors has {name!r} without {other!r}; give both")
     owned = {part.name: name for name in weights for part in recipes[name].parts}
     for name, recipe in recipes.items():
         repeated = next((owned[part.name] for part in recipe.parts if part.name in owned), None)

@@ -194,8 +194,6 @@ class PageBudget:
         dispatch order, so the next owner of these pages writes them later. Full pages before
         ``kv_len`` are not written again.
         """
-        if self._windows is not None:
-            self._windows.end(holding)
         owned = holding.pages[holding.num_shared :]
         if holding.node is not None:
             if self._is_sharing and known_ids is not None:
@@ -204,8 +202,12 @@ class PageBudget:
                 full = max(full, holding.num_shared)
                 owned = self.cache.insert(known_ids, holding.pages[:full]) + holding.pages[full:]
                 if self._windows is not None:
-                    self._windows.move(holding.pages[:full], self.cache.match(known_ids)[1])
+                    cached = self.cache.match(known_ids)[1][:full]
+                    self._windows.move(holding.pages, cached)
+                    holding.pages[: len(cached)] = cached
             self.cache.unlock(holding.node)
+        if self._windows is not None:
+            self._windows.end(holding)
         holding.pages, holding.num_shared, holding.node = [], 0, None
         self._allocator.free(owned)
 

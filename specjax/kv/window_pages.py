@@ -3,8 +3,8 @@
 Such layers read only the last keys of a text, so their pool is smaller than that of the other
 layers. A page of a text has a window page from the dispatch that writes it. If window pages run
 out, those that no running request reads any more are taken back: first those before the windows of
-texts, then the least recently used. The
-table of a slot may still name them: rows never read keys before their window, and never write them.
+texts, then the least recently used. The table of a slot may still name them: rows never read keys
+before their window, and never write them.
 """
 
 from collections import OrderedDict
@@ -120,6 +120,7 @@ class WindowPages:
     def replace(self, holding: PageHolding, old: Iterable[int], new: Iterable[int]) -> None:
         """Use pages ``new`` of equal text in a holding that had ``old``; write its table again."""
         self.move(old, new)
+        self._pass(holding, holding.num_cached)
         self._show(holding, self._first(holding.kv_len))
 
     def drop(self, pages: Iterable[int]) -> None:
@@ -172,11 +173,11 @@ class WindowPages:
     def _pass(self, holding: PageHolding, begin: int) -> None:
         """Take back first the pages from ``begin`` on that are before the window of a text.
 
-        But keep those before the position where a cached text ended that the request could not
-        use: others may begin alike, and branch off there too.
+        But keep the windows before the position from which the request continues a cached text,
+        and before the end of one that it could not use: others may branch off there too.
         """
-        size, ended = self._allocator.page_size, holding.num_matched
-        kept = range(self._first(ended), ended // size)
+        size, ends = self._allocator.page_size, {holding.num_cached, holding.num_matched}
+        kept = {index for end in ends for index in range(self._first(end), end // size)}
         for index in range(self._first(begin), self._first(holding.kv_len)):
             page = holding.pages[index]
             if index not in kept and page in self._found:

@@ -15,7 +15,7 @@ from specjax.server.answers import LEAST, Answer, Result, Sent, Tops, finite
 from specjax.server.fields import INPUTS, NAMES, ApiError, Body, client_names, finish_fields
 from specjax.server.service import MAX_REPORTED, Service
 from specjax.server.structured import take_grammar
-from specjax.server.tools import NO_TOOLS, Tools, take_tools, with_default_prompt
+from specjax.server.tools import NO_TOOLS, Tools, is_json, take_tools, with_default_prompt
 from specjax.text.reasoning import END, START, split_reasoning
 from specjax.text.tool_calls import ToolCall, parse_tool_calls
 
@@ -422,7 +422,7 @@ class ChatAnswer(Answer):
         meta = result.get("meta_info")
         if meta is None or (meta["finish_reason"] or {}).get("type") != "stop":
             return result
-        if not self._calls.get(index):
+        if not (calls := self._calls.get(index)) or not is_json(calls[-1]["function"]["arguments"]):
             return result
         reason = meta["finish_reason"] | {"type": "tool_calls"}
         return result | {"meta_info": meta | {"finish_reason": reason}}

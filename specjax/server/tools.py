@@ -10,7 +10,8 @@ from specjax.text.tool_calls import END, START, ToolCall
 
 # White space in the arguments of a forced call: that of json.dumps, which models have learned.
 LAYOUT = {"whitespace_flexible": False, "key_separator": ": ", "item_separator": ", "}
-_DECODER = json.JSONDecoder()
+# its limit for the digits of an integer is lower than a text may have
+_DECODER = json.JSONDecoder(parse_int=float)
 MAX_TOOLS, MAX_NAME = 128, 64  # OpenAI's limits
 # For templates without tools: the prompt of Qwen2.5 and Hermes, in our words.
 PROMPT = """You can call these functions. Each line is the JSON schema of one:
@@ -86,6 +87,14 @@ class Tools(NamedTuple):
 
 
 NO_TOOLS = Tools()
+
+
+def is_json(text: str) -> bool:
+    """Whether the arguments of a call are complete, which those of a forced call may not be."""
+    try:
+        return _DECODER.raw_decode(text)[1] == len(text)
+    except (ValueError, RecursionError):
+        return False
 
 
 def _schema(function: dict[str, Any]) -> dict[str, Any]:

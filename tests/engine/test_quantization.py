@@ -113,6 +113,32 @@ def test_new_weights_are_quantised_too(engines, files: Files) -> None:
     assert texts(drafting) == before
 
 
+def test_weights_by_the_names_of_the_engine(engines, files: Files) -> None:
+    kind, _, drafting = engines
+    before = texts(drafting)
+    names = drafting.runner.networks.target.names
+    arrays = dict(zip(names, map(np.asarray, drafting.runner.weights[0]), strict=True))
+    own = {name: x for name, x in arrays.items() if "mlp.down.kernel" in name}
+    assert {x.dtype for x in own.values()} == {DTYPES[kind], np.dtype(np.float32)}
+    drafting.update_weights_from_tensor(own)
+    assert texts(drafting) == before
+    name = "model.layers.0.mlp.down_proj.weight"
+    values = own["layers.0.mlp.down.kernel.values"]
+    drafting.update_weights_from_tensor(
+        {name: values, f"{name}_scale": own["layers.0.mlp.down.kernel.scale"]}
+    )
+    assert texts(drafting) == before
+    for wrong in (
+        {"layers.0.mlp.down.kernel.values": values},
+        {name: values},
+        {name: values[0]},
+        {f"{name}_scale": own["layers.0.mlp.down.kernel.scale"]},
+    ):
+        with pytest.raises(ValueError, match=r"without|needs"):
+            drafting.update_weights_from_tensor(wrong)
+    assert texts(drafting) == before
+
+
 @KINDS
 def test_loaded_weights(kind: str, files: Files) -> None:
     plain = open_target(files.target, dtype="float32").load_weights()

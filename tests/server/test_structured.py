@@ -252,6 +252,26 @@ def test_calls_that_are_required(tools: Client, choice: Any, names: set[str]) ->
     assert found == {i: x["message"]["tool_calls"][0]["function"] for i, x in enumerate(choices)}
 
 
+def test_a_call_that_is_cut_off(tools: Client) -> None:
+    """It has the arguments so far, and the finish reason of the text."""
+    body = CALL | {"tool_choice": {"type": "function", "function": {"name": "g"}}}
+    for fields, reason in (({"max_tokens": 30}, "length"), ({"stop": '"x"'}, "stop")):
+        (choice,) = tools.post(CHAT, body | fields).json()["choices"]
+        assert choice["finish_reason"] == reason
+        (call,) = choice["message"]["tool_calls"]
+        assert call["function"]["name"] == "g"
+        arguments = call["function"]["arguments"]
+        assert arguments.startswith("{")
+        assert not arguments.endswith("}")
+        streamed = ""
+        for event in tools.post(CHAT, body | fields | {"stream": True}).events():
+            for one in event["choices"]:
+                for part in one["delta"].get("tool_calls", ()):
+                    streamed += part["function"]["arguments"]
+                end = one["finish_reason"]
+        assert (streamed, end) == (arguments, reason)
+
+
 def test_a_model_that_calls_nothing_answers_with_content(tools: Client) -> None:
     """The same text as without tools in the request."""
     for fields in ({"tool_choice": "auto"}, {"tool_choice": "none"}):
