@@ -1,5 +1,6 @@
 """Matrices that are quantised when they are loaded."""
 
+import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,8 @@ from safetensors.numpy import load_file, save_file
 from specjax import Engine, SamplingParams
 from specjax.checkpoints import open_target
 from specjax.checkpoints.tensors import quantise
+from specjax.engine.args import EngineArgs
+from specjax.engine.plan import plan_engine
 from specjax.testing import Files
 
 DTYPES = {"fp8": np.dtype(ml_dtypes.float8_e4m3fn), "int8": np.dtype(np.int8)}
@@ -150,6 +153,17 @@ def test_loaded_weights(kind: str, files: Files) -> None:
             assert np.array_equal(found[f"{name}.scale"], scale)
         else:
             assert np.array_equal(found[name], weight)
+
+
+def test_a_corpus_stays_as_it_is(files: Files, tmp_path: Path) -> None:
+    file = tmp_path / "corpus.jsonl"
+    file.write_text(json.dumps([1, 2, 3, 4, 5, 6] * 3))
+    options = {"speculative_algorithm": "NGRAM", "speculative_num_steps": 3}
+    options |= {"speculative_ngram_external_corpus_path": file, "quantization": "int8"}
+    plan = plan_engine(EngineArgs(**files.arguments(speculative=False, **options)))
+    (corpus,) = plan.drafts
+    assert corpus.config.num_tokens >= 18
+    assert plan.target.config.quantization == "int8"
 
 
 def test_refusals(files: Files) -> None:
