@@ -67,18 +67,18 @@ class Tools(NamedTuple):
     def calls(self, kind: str, text: str) -> list[ToolCall]:
         """The calls in a text that must be calls; the arguments of the last may be incomplete."""
         begin, key, between, _ = _FORMS.get(kind, _LIST)
-        heads = {f'{{"name": {json.dumps(name)}, "{key}": ': name for name in self.names}
+        starts = {f'{{"name": {json.dumps(name)}, "{key}": ': name for name in self.names}
         text, at, calls = text.lstrip(), len(begin), list[ToolCall]()
         while text.startswith(begin):
-            head = next((head for head in heads if text.startswith(head, at)), None)
-            if head is None:
+            start = next((start for start in starts if text.startswith(start, at)), None)
+            if start is None:
                 break
-            at += len(head)
+            at += len(start)
             try:
                 _, end = _DECODER.raw_decode(text, at)
             except (ValueError, RecursionError):
                 end = len(text)
-            calls.append(ToolCall(heads[head], text[at:end]))
+            calls.append(ToolCall(starts[start], text[at:end]))
             at = end + len("}")
             if not between or not text.startswith(between, at):
                 break
