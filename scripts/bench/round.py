@@ -131,11 +131,10 @@ def prefill(engine: Engine, prompts: list[list[int]]) -> list[int]:
     """Prefill the prompts without the scheduler; return their request slots."""
     params = SamplingParams(temperature=0.0, simulate_acceptance=engine.args.simulate_acceptance)
     runner, width = engine.runner, engine.runner.config.prefill_buckets[-1]
-    pages_each = runner.config.pages_per_request
     slots = list(range(1, len(prompts) + 1))
     for slot, prompt in zip(slots, prompts, strict=True):
         runner.set_slot(slot, params, seed=slot)
-        runner.set_measured_pages(slot, range(1 + (slot - 1) * pages_each, 1 + slot * pages_each))
+        runner.set_measured_pages(slot, runner.config.pages_per_request)
         for at in range(0, len(prompt), width):
             runner.prefill([Chunk.of(slot, prompt, at, at + width)])
     for _ in range(3):

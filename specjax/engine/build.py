@@ -275,6 +275,6 @@ def _place(runner: ModelRunner, tier: DraftShape, bucket: int, context: int) -> 
     lens, remaining = np.zeros((2, config.num_slots), np.int32)
     for slot in slots:
         lens[slot], remaining[slot] = filled, UNLIMITED
-        runner.set_measured_pages(slot, range(1 + (slot - 1) * pages, 1 + slot * pages))
+        runner.set_measured_pages(slot, pages)
     runner.reset_rows(lens, remaining)
     return slots, max(1, min(DISPATCHES, (room - filled) // advance - 1))

@@ -107,7 +107,7 @@ class WindowPages:
         def ends(dispatches: int) -> list[tuple[PageHolding, int]]:
             return [(each, each.max_kv_len(self._writes, dispatches)) for each in holdings]
 
-        if not any(lacking for _, lacking in self._missing(ends(1))):
+        if not self._missing(ends(1)):
             return True
         return any(self._prepare(ends(n), running) for n in (AHEAD_DISPATCHES, 1))
 

@@ -92,8 +92,7 @@ class ModelRunner:
         """Shapes and dtypes of the device state: KV pools, and rows between rounds."""
         nets, config, sizes = self.networks, self.config, self.config.sizes
         algorithm = config.algorithm
-        num_window_kv = config.num_window_pages * config.page_size
-        target: Any = target_pool(nets.target_config, sizes.num_kv, num_window_kv)
+        target: Any = target_pool(nets.target_config, sizes.num_kv, config.num_window_kv)
         pools = KVPools(target=target, draft=algorithm.abstract_state(nets, sizes))
         future = algorithm.create_future_map(
             config.num_slots - 1,
@@ -225,8 +224,9 @@ class ModelRunner:
         """Write a slot's table of window pages from entry ``first`` on; later entries become 0."""
         self.tables.set_window_pages(slot, pages, first)
 
-    def set_measured_pages(self, slot: int, pages: Sequence[int]) -> None:
-        """Set a slot's pages for a measurement; slots may then have the same window pages."""
+    def set_measured_pages(self, slot: int, num_pages: int) -> None:
+        """Give a slot pages for a measurement; slots may then have the same window pages."""
+        pages = range(1 + (slot - 1) * num_pages, 1 + slot * num_pages)
         self.set_pages(slot, pages)
         if count := self.config.num_window_pages:
             self.set_window_pages(slot, [1 + page % (count - 1) for page in pages])

@@ -120,6 +120,11 @@ class RunnerConfig:
         return (self.num_pages - 1) * self.page_size
 
     @property
+    def num_window_kv(self) -> int:
+        """Number of KV indices in the pool of layers with a window."""
+        return self.num_window_pages * self.page_size
+
+    @property
     def sizes(self) -> StateSizes:
         num_kv = self.num_pages * self.page_size
         return StateSizes(self.num_slots, num_kv, self.context, self.largest)
@@ -166,12 +171,11 @@ def memory_needs(networks: Networks, config: RunnerConfig, transit_tokens: int =
 
     def state_bytes(num_kv: int) -> int:
         sizes = config.sizes._replace(num_kv=num_kv)
-        pool = target_pool(model, num_kv, config.num_window_pages * config.page_size)
+        pool = target_pool(model, num_kv, config.num_window_kv)
         return tree_bytes((algorithm.abstract_state(networks, sizes), pool))
 
     token_bytes = state_bytes(2) - state_bytes(1)
-    windowed = target_pool(model, 0, config.num_window_pages * config.page_size)
-    window_bytes = tree_bytes(windowed) if config.num_window_pages else 0
+    window_bytes = tree_bytes(target_pool(model, 0, config.num_window_kv))
     num_features = len(algorithm.feature_layers(networks))
     # the draft may be wider than the target
     temporary = max(temporary_bytes(one, config, num_features) for one in networks.configs)

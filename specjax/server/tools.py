@@ -44,7 +44,7 @@ class Tools(NamedTuple):
         functions = [one for one in functions if one["name"] in self.names]
         is_strict = is_possible and any(one.get("strict") is True for one in functions)
         begin, key, between, end = _FORMS.get(kind, _LIST)
-        calls = [f'{{"name": {json.dumps(one["name"])}, "{key}": ' for one in functions]
+        calls = [_start(one["name"], key) for one in functions]
         if not self.is_required:
             if not is_strict or kind not in _FORMS:
                 return {}
@@ -67,7 +67,7 @@ class Tools(NamedTuple):
     def calls(self, kind: str, text: str) -> list[ToolCall]:
         """The calls in a text that must be calls; the arguments of the last may be incomplete."""
         begin, key, between, _ = _FORMS.get(kind, _LIST)
-        starts = {f'{{"name": {json.dumps(name)}, "{key}": ': name for name in self.names}
+        starts = {_start(name, key): name for name in self.names}
         text, at, calls = text.lstrip(), len(begin), list[ToolCall]()
         while text.startswith(begin):
             start = next((start for start in starts if text.startswith(start, at)), None)
@@ -87,6 +87,11 @@ class Tools(NamedTuple):
 
 
 NO_TOOLS = Tools()
+
+
+def _start(name: str, key: str) -> str:
+    """The text of a forced call before its arguments."""
+    return f'{{"name": {json.dumps(name)}, "{key}": '
 
 
 def is_json(text: str) -> bool:
