@@ -365,7 +365,10 @@ class GrammarCompiler:
             if trigger is None:
                 raise ValueError(f"no trigger in {value['triggers']} starts begin={begin!r}")
             ids = self._tokens.tokenize_str(trigger, parse_special=True)
-            is_special |= len(ids) == 1 and self._tokens.is_special_token(ids[0])
+            if len(ids) == 1 and self._tokens.is_special_token(ids[0]):
+                # the library knows special tokens by angle brackets
+                is_special, rest, trigger = True, begin[len(trigger) :], f"<[{ids[0]}]>"
+                begin = trigger + rest
             schema = one.get("schema") or {}
             if not isinstance(schema, dict):
                 raise ValueError(f"schema={short(schema)} must be an object")

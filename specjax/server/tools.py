@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from specjax.checks import short
 from specjax.server.fields import ApiError, Body
-from specjax.text.tool_calls import END, START, ToolCall
+from specjax.text.tool_calls import END, MISTRAL_TAG, START, ToolCall
 
 # White space in the arguments of a forced call: that of json.dumps, which models have learned.
 LAYOUT = {"whitespace_flexible": False, "key_separator": ": ", "item_separator": ", "}
@@ -25,6 +25,8 @@ To call a function, answer with a JSON object with its name and arguments betwee
 _HERMES = f"{START}\n", "arguments", f"\n{END}\n{START}\n", f"\n{END}"
 _FORMS = {"hermes": _HERMES, "qwen25": _HERMES, "llama3": ("", "parameters", "", "")}
 _LIST = "[", "arguments", ", ", "]"  # of the others, if a call is required
+# of a call that the model begins itself; a list of Python calls has no schema
+_OWN_FORMS = _FORMS | {"mistral": (f"{MISTRAL_TAG} [", "arguments", "", "]")}
 
 
 class Tools(NamedTuple):
@@ -43,17 +45,18 @@ class Tools(NamedTuple):
         functions = [tool["function"] for tool in self.given]
         functions = [one for one in functions if one["name"] in self.names]
         is_strict = is_possible and any(one.get("strict") is True for one in functions)
-        begin, key, between, end = _FORMS.get(kind, _LIST)
+        forms = _FORMS if self.is_required else _OWN_FORMS
+        begin, key, between, end = forms.get(kind, _LIST)
         calls = [_start(one["name"], key) for one in functions]
         if not self.is_required:
-            if not is_strict or kind not in _FORMS:
+            if not is_strict or kind not in forms:
                 return {}
             schemas = [_schema(x) if x.get("strict") else {"type": "object"} for x in functions]
             tags = [
                 {"begin": begin + call, "schema": schema, "end": f"}}{end}"}
                 for call, schema in zip(calls, schemas, strict=True)
             ]
-            trigger = (begin or '{"name": "').strip()
+            trigger = begin.split()[0] if begin else '{"name": "'
             return {"structural_tag": json.dumps({"structures": tags, "triggers": [trigger]})}
         many = f" ({json.dumps(between)} call)*" if self.is_parallel and between else ""
         start = f"start: {json.dumps(begin)} call{many} {json.dumps(end)}"

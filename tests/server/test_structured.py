@@ -337,11 +337,13 @@ def test_a_required_call_is_what_the_parser_reads(kind: str) -> None:
         assert is_whole is (is_parallel and kind != "llama3")
 
 
-@pytest.mark.parametrize("kind", ["hermes", "llama3"])
+@pytest.mark.parametrize("kind", ["hermes", "llama3", "mistral"])
 def test_arguments_of_strict_functions_are_limited(kind: str) -> None:
     """Free text, a call of a strict function, and one of another."""
     tokenizer = open_target("smollm2-135m", dtype="float32").load_tokenizer()
-    compiler = GrammarCompiler(tokenizer.backend.to_str(), 49152, [2], spaces=True)
+    if kind == "mistral":  # whose tag is a token
+        tokenizer.backend.add_special_tokens(["[TOOL_CALLS]"])
+    compiler = GrammarCompiler(tokenizer.backend.to_str(), 49184, [2], spaces=True)
     strict = TOOLS[0] | {"function": TOOLS[0]["function"] | {"strict": True}}
     asked = Tools([strict, TOOLS[1]], ["f", "g"])
     assert asked.grammar("hermes", is_possible=False) == asked.grammar("pythonic") == {}
@@ -356,6 +358,10 @@ def test_arguments_of_strict_functions_are_limited(kind: str) -> None:
         text = f"Let me see.\n<tool_call>\n{call}\n</tool_call> Done."
         if kind == "llama3":
             text = call.replace("arguments", "parameters")
+        elif kind == "mistral":
+            text = f"Let me see.[TOOL_CALLS] [{call}]"
+            parsed = parse_tool_calls(kind, text, asked.names)
+            assert parsed[0] == ("Let me see." if '"h"' not in call else text)
         ids = tokenizer.encode(text, add_special_tokens=False)
         made = compiler.compile(name, grammar)
         assert (made.advance(ids) == len(ids)) is is_allowed, call
