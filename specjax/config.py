@@ -9,7 +9,43 @@ from specjax.checks import check_integer, check_number
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 # of quantised matrices
-QUANTISED = {"fp8": jnp.float8_e4m3fn, "int8": jnp.int8}
+QUANTISED = {"fp8": jnp.float8_e4m3fn, "int8": jnp.int8, "int4": jnp.int4}
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """How a model stores its matrices, except embeddings: values of few bits, times scales.
+
+    ``plain`` names those that stay in the dtype of activations: ``lm_head``, or a matrix of a layer
+    as in ``layers.3.down``.
+    """
+
+    kind: str  # a key of QUANTISED
+    group: int | None = None  # inputs with the same scale; None: all inputs of an output
+    has_zeros: bool = False  # groups have zero points
+    rounds_activations: bool = False  # products round the rows of activations to 8 bits too
+    plain: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.kind not in QUANTISED:
+            raise ValueError(f"quantization={self.kind!r} is not one of {sorted(QUANTISED)}")
+        if self.rounds_activations and (self.group is not None or self.kind == "int4"):
+            raise ValueError(
+                "quantize_activations=True needs fp8 or int8 matrices with one scale per output; "
+                f"the model has {self}"
+            )
+
+    def __str__(self) -> str:
+        groups = "" if self.group is None else f" in groups of {self.group}"
+        zeros = " with zero points" if self.has_zeros else ""
+        rounded = ", also activations" if self.rounds_activations else ""
+        more = ", ..." if len(self.plain) > 3 else ""
+        rest = f", without {', '.join(self.plain[:3])}{more}" if self.plain else ""
+        return f"{self.kind}{groups}{zeros}{rounded}{rest}"
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        return jnp.dtype(QUANTISED[self.kind])
 
 
 ROPE_TYPES = ("linear", "dynamic", "llama3", "yarn", "longrope")
@@ -78,9 +114,16 @@ class Rope(NamedTuple):
 class Dtypes(NamedTuple):
     """The data types of a network."""
 
-    weights: jnp.dtype  # matrices; 8 bits mean quantised
+    quantization: Quantization | None  # of matrices; None: in the dtype of activations
     activations: jnp.dtype  # activations, embeddings, norms and biases
     kv: jnp.dtype  # the KV pool
+
+    def without(self, name: str) -> "Dtypes":
+        """The same without a quantization if it leaves the matrix ``name`` plain."""
+        quantization = self.quantization
+        if quantization is None or name not in quantization.plain:
+            return self
+        return self._replace(quantization=None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +144,7 @@ class TransformerConfig:
     activation: str = "silu"
     max_position_embeddings: int = 2048
     dtype: str = "float32"
-    quantization: str | None = None  # of matrices, except embeddings: a key of QUANTISED
+    quantization: Quantization | None = None
 
     def __post_init__(self) -> None:
         for own in fields(TransformerConfig):
@@ -126,8 +169,7 @@ class TransformerConfig:
     @property
     def dtypes(self) -> Dtypes:
         plain = jnp.dtype(DTYPES[self.dtype])
-        weights = plain if self.quantization is None else jnp.dtype(QUANTISED[self.quantization])
-        return Dtypes(weights, plain, plain)
+        return Dtypes(self.quantization, plain, plain)
 
     @property
     def rope(self) -> Rope:

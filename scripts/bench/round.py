@@ -31,11 +31,20 @@ from specjax.checkpoints.presets import PRESETS, preset_algorithm, write_preset
 from specjax.config import BlockConfig
 from specjax.engine.args import EngineArgs
 from specjax.engine.plan import plan_engine
+from specjax.models.flat import dtype_bits
 from specjax.speculative.algorithm import kv_pool
 from specjax.speculative.prefill import Chunk
 from specjax.speculative.registry import DEFAULT
 
-SETTINGS = ("model", "rounds_per_dispatch", "page_size", "context", "dtype", "quantization")
+SETTINGS = (
+    "model",
+    "rounds_per_dispatch",
+    "page_size",
+    "context",
+    "dtype",
+    "quantization",
+    "quantize_activations",
+)
 REPEATS = 5
 PROFILED_DISPATCHES = 5
 PREFILL_CHUNK = 512
@@ -90,7 +99,8 @@ def parse_arguments(name: str, argv: Sequence[str]) -> Namespace:
     add("--rounds-per-dispatch", type=int, default=1, help="rounds per call (default: 1)")
     add("--page-size", type=int, default=16, help="tokens per KV page (default: 16)")
     add("--dtype", default="bfloat16", help="dtype of weights and KV (default: bfloat16)")
-    add("--quantization", help="fp8 or int8: matrices of 8 bits (default: as --dtype)")
+    add("--quantization", help="fp8, int8 or int4 matrices (default: as --dtype)")
+    add("--quantize-activations", action="store_true", help="round inputs of products to 8 bits")
     add("--simulate-acceptance", type=float, help="probability that a draft is accepted")
     add("--profile", action="store_true", help="also list the kernels of a round")
     add("--output", type=Path, help="file to append one JSON line per row to")
@@ -104,7 +114,7 @@ def floor_bytes(engine: Engine, steps: int, tokens: int) -> int:
     def read(flat: Any, config: Any) -> int:
         pool = kv_pool(config, tokens)
         return pool.size * pool.dtype.itemsize + sum(
-            leaf.size * leaf.dtype.itemsize
+            leaf.size * dtype_bits(leaf.dtype) // 8
             for name, leaf in zip(flat.names, flat.abstract, strict=True)
             # only one row per token is read from an untied embedding table
             if not name.endswith("embedding.table") or nets.target_config.tie_word_embeddings
@@ -116,9 +126,12 @@ def floor_bytes(engine: Engine, steps: int, tokens: int) -> int:
         return total + (steps * read(nets.draft, nets.draft_config) if steps else 0)
     # read by one pass, along with the target's output head; each draft reads the Markov head
     model = nets.target_config
+    format = model.dtypes.without("lm_head").quantization
+    bits = dtype_bits(format.dtype if format else model.dtypes.activations)
     head = model.hidden_size * model.vocab_size * (not nets.draft_config.has_own_lm_head)
-    head += (steps - 1) * nets.draft_config.markov_rank * nets.draft_config.draft_vocab_size
-    return total + read(nets.draft, nets.draft_config) + head * model.dtypes.weights.itemsize
+    markov = (steps - 1) * nets.draft_config.markov_rank * nets.draft_config.draft_vocab_size
+    markov *= model.dtypes.activations.itemsize
+    return total + read(nets.draft, nets.draft_config) + head * bits // 8 + markov
 
 
 def dispatch(engine: Engine, slots: list[int], count: int) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from specjax.checkpoints.checkpoint import Checkpoint
 from specjax.checkpoints.draft import canonical_source, check_vocabulary
 from specjax.checkpoints.huggingface import (
     ANOTHER_HEAD,
@@ -25,7 +26,7 @@ from specjax.checkpoints.huggingface import (
     draft_sizes,
 )
 from specjax.checkpoints.target import TargetCheckpoint, default_block_draft, locate
-from specjax.checkpoints.tensors import Checkpoint, TensorSource, open_directory
+from specjax.checkpoints.tensors import TensorSource, open_directory
 from specjax.checks import check_integer
 from specjax.config import MAX_STEPS, BlockConfig
 from specjax.json_file import Fields, Flag, PositiveSize, Size
@@ -91,11 +92,12 @@ class BlockCheckpoint(Checkpoint[BlockConfig]):
     def compare_copies(self, target: Mapping[str, Any]) -> None:
         """Warn if copies of the target's embeddings or output head differ from its weights."""
         source, table = self._open_source(), target["embedding.table"][::STEP]
-        head = target["lm_head.kernel"][:, ::STEP].T if "lm_head.kernel" in target else table
-        if "lm_head.kernel.values" in target:
-            values, scale = (target[f"lm_head.kernel.{x}"][::STEP] for x in ("values", "scale"))
-            head = values.astype(scale.dtype) * scale
-        for name, own in (("embed_tokens.weight", table), ("lm_head.weight", head)):
+        copies = {"embed_tokens.weight": table, "lm_head.weight": table}
+        if "lm_head.kernel" in target:
+            copies["lm_head.weight"] = target["lm_head.kernel"][:, ::STEP].T
+        elif "lm_head.kernel.values" in target:
+            del copies["lm_head.weight"]  # it was quantised, so it differs
+        for name, own in copies.items():
             one = np.asarray(source.read(name)[::STEP] if name in source.infos else own, np.float32)
             if one.shape == own.shape and abs(one - own).sum() > MAX_DIFFERENCE * abs(one).sum():
                 text = "%r in %s differs from the target's, which is used: drafts may be rejected"

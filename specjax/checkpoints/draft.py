@@ -9,9 +9,10 @@ from functools import partial
 
 import numpy as np
 
+from specjax.checkpoints.checkpoint import Checkpoint
 from specjax.checkpoints.huggingface import check_pair, draft_config, huggingface_config
 from specjax.checkpoints.target import TargetCheckpoint, embedded_head, locate, open_target
-from specjax.checkpoints.tensors import Checkpoint, TensorSource, open_directory
+from specjax.checkpoints.tensors import FLOATS, TensorSource, open_directory
 from specjax.config import BlockConfig, DraftConfig, ModelConfig
 from specjax.json_file import Fields, Size
 from specjax.models.family import MTP_PREFIX, draft_recipes
@@ -275,6 +276,10 @@ def open_mtp(
     check_pair(path / "config.json", model.vocab_size, model.hidden_size, target.config)
     theta = model.rope_theta if rope_theta is None else rope_theta
     model = dataclasses.replace(model, windows=(), layer_ropes=())  # of the target's layers
+    if (format := model.quantization) is not None:
+        is_plain = all(source.infos[name].dtype in FLOATS for name in names)
+        own = None if is_plain else dataclasses.replace(format, plain=())
+        model = dataclasses.replace(model, quantization=own)
     config = dataclasses.replace(model, num_layers=num_modules, rope_theta=theta)
     return MtpCheckpoint(config, path, lambda: source)
 

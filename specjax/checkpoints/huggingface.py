@@ -6,9 +6,11 @@ Heads come in three formats: that of the original EAGLE repository, that of SGLa
 
 import logging
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from specjax.checkpoints.quantization import read_quantization
 from specjax.checkpoints.tensors import TensorSource, open_directory
 from specjax.config import DTYPES, DraftConfig, ModelConfig
 from specjax.json_file import Fields, Flag, PositiveSize, Size
@@ -40,7 +42,6 @@ def huggingface_config(directory: Path, dtype: str) -> ModelConfig:
         raise config.wrong("architectures", demand)
     # null means that the model lacks the feature, not that it has the default
     config = Fields({**family.defaults, **config.values}, config.where)
-    check_unquantised(whole)
     values = layer_sizes(config) | {
         "model_type": model_type,
         "vocab_size": config.get("vocab_size", Size),
@@ -51,6 +52,8 @@ def huggingface_config(directory: Path, dtype: str) -> ModelConfig:
         "eos_token_ids": _eos_token_ids([whole, config], directory),
         "bos_token_id": next(iter(whole.ids("bos_token_id") or config.ids("bos_token_id")), None),
     }
+    if "quantization_config" in whole:
+        values["quantization"] = read_quantization(whole, partial(open_text, directory))
     if is_wrapped:  # their settings for the text model are often absent or wrong
         values["tie_word_embeddings"] = "lm_head.weight" not in open_text(directory).infos
     return config.build(family.config, values | family.read(config))
@@ -73,19 +76,8 @@ def text_name(name: str) -> str:
 OF_IMAGES = re.compile(r"(model\.)?(vision_tower|multi_modal_projector|vision_model)\.")
 
 
-def check_unquantised(config: Fields) -> None:
-    quantization = config.fields("quantization_config")
-    if quantization.values:
-        method = quantization.get("quant_method", Any, None)
-        raise ValueError(
-            f"{config.where}: quantization_config (quant_method={method!r}) is not supported; use "
-            "the float16, bfloat16 or float32 weights of the model, or a GGUF file"
-        )
-
-
 def layer_sizes(config: Fields) -> dict[str, Any]:
     """Read the layer settings whose keys are the same for targets and draft heads."""
-    check_unquantised(config)
     key = "hidden_activation" if "hidden_activation" in config else "hidden_act"
     activation = config.get(key, str, "silu")
     if activation not in ACTIVATIONS:
@@ -233,6 +225,8 @@ class _Head:
 
 def draft_sizes(layer: Fields, stated: int, target: ModelConfig) -> dict[str, Any]:
     """Read sizes and rotary settings of a draft whose target has the ``stated`` hidden size."""
+    if layer.fields("quantization_config").values:
+        raise layer.wrong("quantization_config", "of a draft head is not supported")
     vocab_size = layer.get("vocab_size", Size, target.vocab_size)
     check_pair(layer.where, vocab_size, stated, target)
     # published drafts often state 2048: their training length, not a limit

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from specjax.checkpoints.checkpoint import Checkpoint
 from specjax.checkpoints.gguf import GGUFFile, gguf_config, gguf_source, tokenizer_from_gguf
 from specjax.checkpoints.huggingface import (
     OF_IMAGES,
@@ -16,7 +17,6 @@ from specjax.checkpoints.huggingface import (
     open_text,
     text_name,
 )
-from specjax.checkpoints.tensors import Checkpoint
 from specjax.config import DTYPES, ModelConfig
 from specjax.json_file import read_text
 from specjax.models.family import MTP_PREFIX
@@ -175,7 +175,7 @@ class TargetCheckpoint(Checkpoint[ModelConfig]):
 
     def is_ignored(self, name: str) -> bool:
         """Whether a tensor is a copy of tied embeddings, or of an MTP module or of images."""
-        is_copy = self.config.tie_word_embeddings and name == "lm_head.weight"
+        is_copy = self.config.tie_word_embeddings and name.startswith("lm_head.weight")
         return is_copy or name.startswith(MTP_PREFIX) or OF_IMAGES.match(name) is not None
 
 

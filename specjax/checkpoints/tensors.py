@@ -1,23 +1,21 @@
 """Read tensors from checkpoints (safetensors, PyTorch) and make weights from them."""
 
+import json
 import os
 import re
 import threading
 import zipfile
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Generic, NamedTuple, Self, TypeVar
+from typing import Any, NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
-from ml_dtypes import bfloat16
+from ml_dtypes import bfloat16, float8_e4m3fn
 from safetensors import SafetensorError, safe_open
 
-from specjax.config import BlockConfig, DraftConfig, ModelConfig
 from specjax.json_file import Fields
-from specjax.models.family import Recipe, Recipes
+from specjax.models.family import Recipe
 
 SAFETENSORS_INDEX = "model.safetensors.index.json"
 _PYTORCH_INDEX = "pytorch_model.bin.index.json"
@@ -74,11 +72,14 @@ def _safetensors(path: Path, files: list[Path]) -> TensorSource:
             stored = handle.get_slice(name)
             kind = re.fullmatch(r"(BOOL|BF|F|I|U|C)(\d*)", str(stored.get_dtype()))
             dtype = _KINDS[kind[1]] + kind[2] if kind else str(stored.get_dtype())
+            dtype = "float8_e4m3fn" if dtype == "F8_E4M3" else dtype
             infos[name] = TensorInfo(tuple(stored.get_shape()), file, dtype)
             handles[name] = handle
 
     def read(name: str) -> np.ndarray:
         try:
+            if infos[name].dtype == "float8_e4m3fn":
+                return _read_float8(infos[name].path, name)
             with lock:
                 return handles[name].get_tensor(name)
         except (SafetensorError, TypeError, KeyError) as error:
@@ -86,6 +87,16 @@ def _safetensors(path: Path, files: list[Path]) -> TensorSource:
             raise ValueError(f"tensor {name!r} of {file} cannot be read: {error}") from error
 
     return TensorSource(path, infos, read)
+
+
+def _read_float8(file: Path, name: str) -> np.ndarray:
+    """Read a tensor of a dtype that numpy lacks, at the place that the file's header states."""
+    with file.open("rb") as opened:
+        size = int.from_bytes(opened.read(8), "little")
+        info = json.loads(opened.read(size))[name]
+    start, stop = info["data_offsets"]
+    data = np.fromfile(file, np.uint8, stop - start, offset=8 + size + start)
+    return data.view(float8_e4m3fn).reshape(info["shape"])
 
 
 def _torch(path: Path, files: list[Path]) -> TensorSource:
@@ -148,145 +159,7 @@ def open_directory(directory: Path) -> TensorSource:
 
 # Time to transpose 4096 x 4096 float32 on one core: 0.027 s in blocks of 128, 0.13 s in one step.
 _BLOCK = 128
-_FLOATS = ("float16", "bfloat16", "float32", "float64")
-
-SCALE = "_scale"  # a quantised matrix X has its scales in X_scale
-
-
-def quantise(matrix: np.ndarray, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
-    """Values ``[out, in]`` of an 8-bit dtype and scales f32 ``[out, 1]`` of a matrix.
-
-    The largest value of each output has the largest magnitude of the dtype, and values are rounded
-    to the nearest. An output of zeros has the scale 1.
-    """
-    is_float = jnp.issubdtype(dtype, jnp.floating)
-    most = float(jnp.finfo(dtype).max if is_float else jnp.iinfo(dtype).max)
-    matrix = matrix.astype(np.float32)
-    scale = np.abs(matrix).max(axis=1, keepdims=True) / most
-    scale[scale == 0.0] = 1.0
-    values = np.clip(matrix / scale, -most, most)
-    return (values if is_float else np.rint(values)).astype(dtype), scale
-
-
-def quantised_source(source: TensorSource, recipes: Recipes) -> TensorSource:
-    """Quantise the matrices whose scales the recipes need but the source lacks, when read.
-
-    They then have the names and shapes of compressed-tensors files with one scale per output.
-    """
-    parts = {part.name: recipe.dtype for recipe in recipes.values() for part in recipe.parts}
-    bases = (name.removesuffix(SCALE) for name in parts if name.endswith(f"weight{SCALE}"))
-    dtypes = {
-        name: np.dtype(parts[name] or "")
-        for name in bases
-        if (info := source.infos.get(name)) is not None
-        and (len(info.shape), info.dtype in _FLOATS) == (2, True)
-        and name + SCALE not in source.infos
-    }
-    infos = dict(source.infos)
-    for name, dtype in dtypes.items():
-        shape, path, _ = infos[name]
-        infos[name] = TensorInfo(shape, path, dtype.name)
-        infos[name + SCALE] = TensorInfo((shape[0], 1), path, "float32")
-
-    def read(name: str) -> np.ndarray:
-        base = name.removesuffix(SCALE)
-        if base not in dtypes:
-            return source.read(name)
-        return quantise(source.read(base), dtypes[base])[name != base]
-
-    return TensorSource(source.path, infos, read) if dtypes else source
-
-
-C = TypeVar("C", ModelConfig, DraftConfig, BlockConfig)
-
-
-@dataclass(frozen=True)
-class Checkpoint(Generic[C]):
-    """A model on disk. Only its configuration was read; weights are loaded in ``config.dtype``."""
-
-    config: C
-    path: Path
-    _open_source: Callable[[], TensorSource]
-    _recipes: ClassVar[Callable[[Any], Recipes]]
-
-    def quantised(self, kind: str | None) -> Self:
-        """The same model with its matrices quantised as ``kind``; ``None``: as they are."""
-        return replace(self, config=replace(self.config, quantization=kind))
-
-    def _source(self) -> TensorSource:
-        return quantised_source(self._open_source(), self.recipes())
-
-    def describe(self) -> str:
-        """Summarize the resolved settings in one line."""
-        raise NotImplementedError
-
-    def check_weights(self) -> None:
-        """Raise ValueError if names, shapes or dtypes on disk do not fit the configuration."""
-        self._checked_recipes(self._source())
-
-    def load_weights(self) -> dict[str, np.ndarray]:
-        """Load all weights by the model's names, in ``config.dtype`` (``d2t`` in int32).
-
-        Raises ValueError if a tensor cannot be read, or as :meth:`check_weights` does.
-        """
-        source = self._source()
-        recipes, dtype = self._checked_recipes(source), self.config.dtypes.activations
-
-        def make(recipe: Recipe) -> np.ndarray:
-            return make_weight(recipe, source, np.dtype(recipe.dtype or dtype))
-
-        with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
-            return dict(zip(recipes, pool.map(make, recipes.values()), strict=True))
-
-    def recipes(self) -> Recipes:
-        """Return the recipe of each weight by name; in recipes, tensors have canonical names."""
-        return type(self)._recipes(self.config)
-
-    def canonical_name(self, name: str) -> str:
-        """Map the published name of a tensor to its name in :meth:`recipes`."""
-        return name
-
-    def check_values(self, source: TensorSource) -> None:
-        """Check the values of a source's tensors; the ValueError names the tensor."""
-
-    def is_ignored(self, name: str) -> bool:
-        raise NotImplementedError
-
-    def _checked_recipes(self, source: TensorSource) -> Recipes:
-        """Return the recipe of each weight after checking the tensors of ``source``."""
-        infos, recipes = source.infos, self.recipes()
-        parts = {p.name: (p, r) for r in recipes.values() for p in r.parts}
-        if missing := [part for part, _ in parts.values() if part.name not in infos]:
-            shown = [f"{part.name!r} {part.shape}" for part in missing]
-            raise ValueError(
-                f"{source.path} lacks {len(missing)} tensor(s) that its configuration requires: "
-                f"{_listed(shown)}"
-            )
-        for name, (part, recipe) in parts.items():
-            info = infos[name]
-            if info.shape != part.shape:
-                raise ValueError(
-                    f"tensor {name!r} in {info.path} has shape {info.shape}, but the configuration "
-                    f"requires {part.shape}"
-                )
-            if info.dtype not in _FLOATS and recipe.dtype not in ("int32", info.dtype):
-                raise ValueError(
-                    f"tensor {name!r} in {info.path} is {info.dtype}; weights must be one of "
-                    f"{', '.join(_FLOATS)}"
-                )
-        unknown = {n for n in infos if n not in parts and not n.endswith("rotary_emb.inv_freq")}
-        if unknown := {n for n in unknown if not self.is_ignored(n)}:
-            shown = [f"{n!r} {infos[n].shape} in {infos[n].path}" for n in sorted(unknown)]
-            raise ValueError(
-                f"{source.path} has {len(unknown)} tensors that the model does not use: "
-                f"{_listed(shown)}; it may be of another architecture"
-            )
-        self.check_values(source)
-        return recipes
-
-
-def _listed(shown: list[str]) -> str:
-    return ", ".join([*shown[:5], *(["..."] if len(shown) > 5 else [])])
+FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 
 def cast(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
@@ -318,6 +191,8 @@ def make_weight(recipe: Recipe, source: TensorSource, dtype: np.dtype) -> np.nda
     if not recipe.transpose:
         arrays = [cast(part.arranged(source.read(part.name)), dtype) for part in recipe.parts]
         array = np.concatenate(arrays) if len(arrays) > 1 else arrays[0]
+        if recipe.layout is not None:
+            return np.ascontiguousarray(recipe.layout.cut(array))
         # return an owned, writable array: a view would keep the memory map of its file alive
         return array if array.flags.owndata and array.flags.c_contiguous else array.copy()
     out = np.empty(recipe.shape, dtype)

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from specjax.checkpoints.block import open_block
+from specjax.checkpoints.checkpoint import Checkpoint
 from specjax.checkpoints.draft import open_draft, open_draft_model, open_mtp
 from specjax.checkpoints.target import TargetCheckpoint, locate, open_target
-from specjax.checkpoints.tensors import Checkpoint, TensorSource, open_directory
+from specjax.checkpoints.tensors import TensorSource, open_directory
 from specjax.config import BlockConfig, DraftConfig, ModelConfig
 from specjax.json_file import Fields, Size
 from specjax.speculative.block import DFLASH, DSPARK
@@ -89,6 +90,8 @@ def _facts(
     if any(windows := getattr(config, "windows", ())):
         sizes = ", ".join(map(str, sorted(set(windows) - {0})))
         yield "windows", f"{sizes} in {sum(map(bool, windows))} of {config.num_layers} layers"
+    if config.quantization is not None:
+        yield "matrices", str(config.quantization)
     values = 2 * config.num_layers * config.num_kv_heads * config.head_dim
     yield "KV memory", f"{values * config.dtypes.kv.itemsize} bytes per token in {config.dtype}"
 

@@ -155,6 +155,8 @@ def begin(
 
 def fingerprint(weight: jax.Array, number: jax.Array) -> jax.Array:
     """Hash the bits of a weight and its number u32 ``[]`` to u32 ``[2]``."""
+    if weight.dtype == jnp.int4:  # has no bits of whole bytes
+        weight = weight.astype(jnp.int8)
     bits = jax.lax.bitcast_convert_type(weight, jnp.dtype(f"uint{8 * weight.dtype.itemsize}"))
     place = jnp.uint32(2) * number + jnp.uint32(1)
     for axis, size in enumerate(weight.shape):

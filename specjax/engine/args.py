@@ -144,10 +144,14 @@ class EngineArgs:
         chat_template: file with a Jinja template to use instead of the tokenizer's.
         revision: branch, tag or commit, if ``model`` is a repo id; does not apply to other options.
         dtype: ``"float32"``, ``"bfloat16"`` or ``"auto"``: float32 on a CPU, else the checkpoint's.
-        quantization: ``"fp8"`` (e4m3) or ``"int8"``: store matrices in 8 bits with a scale per
-            output channel, also those of the output head and the draft, but not embeddings (nor a
-            head tied to them), norms and block drafters. Activations keep ``dtype``. Drafts are
-            verified by the quantised target, whose text differs from that of the whole weights.
+        quantization: ``"fp8"`` (e4m3), ``"int8"`` or ``"int4"``: store whole matrices in 8 bits
+            with a scale per output channel, or in 4 bits with a scale per 128 inputs, also those of
+            the output head and the draft, but not embeddings (nor a head tied to them), norms and
+            block drafters. Drafts are verified by the quantised target, whose text differs from
+            that of the whole weights. Checkpoints that are quantised themselves need no option.
+        quantize_activations: also round the inputs of products to 8 bits, a scale per row, for fp8
+            and int8 with scales per output channel. From 64 rows on, products are then faster.
+            Default: activations keep ``dtype``, whatever the checkpoint states.
         context_length: maximum tokens of prompt plus completion. Default: the model's limit.
         page_size: tokens per KV page.
         max_running_requests: requests decoded at once. Default: 4 on a CPU, 32 on a GPU.
@@ -227,6 +231,7 @@ class EngineArgs:
     revision: str | None = None
     dtype: str = "auto"
     quantization: str | None = None
+    quantize_activations: bool = False
     context_length: Positive | None = None
     page_size: Positive = 16
     max_running_requests: Positive | None = None

@@ -55,7 +55,7 @@ def build_engine(
         other = shared[0].target
         raise ValueError(
             f"share_weights_with must be an engine with the model {plan.target.path}, dtype "
-            f"{plan.target.config.dtype} and quantization={plan.target.config.quantization}; got "
+            f"{plan.target.config.dtype} and matrices {plan.target.config.quantization}; got "
             f"{other.path}, {other.config.dtype} and {other.config.quantization}"
         )
     if args.load_format != "dummy":

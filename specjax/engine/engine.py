@@ -11,7 +11,7 @@ from os import PathLike
 from typing import Any
 
 from specjax.checkpoints import TargetCheckpoint
-from specjax.checkpoints.tensors import Checkpoint
+from specjax.checkpoints.checkpoint import Checkpoint
 from specjax.checks import check_number
 from specjax.disaggregation.decode import LocalPeer, RemotePrompts
 from specjax.disaggregation.prefill import PrefillJobs

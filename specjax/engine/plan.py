@@ -10,7 +10,7 @@ from typing import Any
 
 from specjax.adaptive import AdaptiveController
 from specjax.checkpoints import TargetCheckpoint, open_target
-from specjax.checkpoints.tensors import Checkpoint
+from specjax.checkpoints.checkpoint import Checkpoint
 from specjax.config import BlockConfig, ModelConfig
 from specjax.disaggregation.decode import TRANSIT_TOKENS
 from specjax.engine.args import EngineArgs
@@ -125,7 +125,7 @@ def check_deterministic(config: ModelConfig, placement: Placement) -> None:
     elif config.dtype != "bfloat16":
         reason = f"needs dtype='bfloat16'; the model has {config.dtype}"
     elif config.quantization is not None:
-        reason = f"does not support quantization={config.quantization!r}"
+        reason = f"does not support quantised matrices; the model has {config.quantization}"
     elif config.head_dim not in HEAD_DIMS:
         reason = f"needs a head dim of {' or '.join(map(str, HEAD_DIMS))}, not {config.head_dim}"
     elif config.num_heads > MAX_ROWS * config.num_kv_heads:
@@ -142,13 +142,19 @@ def check_deterministic(config: ModelConfig, placement: Placement) -> None:
         raise ValueError(f"enable_deterministic_inference=True {reason}")
 
 
-def quantised(drafts: Sequence[Any], kind: str | None) -> tuple[Any, ...]:
+def quantised(drafts: Sequence[Any], args: EngineArgs) -> tuple[Any, ...]:
     """Quantise the matrices of draft heads and models; all other drafts stay as they are."""
 
-    def is_kept(draft: Any) -> bool:
-        return not isinstance(draft, Checkpoint) or isinstance(draft.config, BlockConfig)
+    def made(draft: Any) -> Any:
+        if not isinstance(draft, Checkpoint) or isinstance(draft.config, BlockConfig):
+            return draft
+        own = draft.config.quantization
+        if own is None:
+            return draft.quantised(args.quantization, rounds_activations=args.quantize_activations)
+        rounds = own.group is None and own.kind != "int4" and args.quantize_activations
+        return draft.quantised(own.kind, rounds_activations=rounds)
 
-    return tuple(draft if is_kept(draft) else draft.quantised(kind) for draft in drafts)
+    return tuple(map(made, drafts))
 
 
 def plan_engine(args: EngineArgs) -> EnginePlan:
@@ -162,8 +168,13 @@ def plan_engine(args: EngineArgs) -> EnginePlan:
     target = open_target(args.model, dtype=dtype, revision=args.revision)
     if args.tokenizer is not None or args.chat_template is not None:
         target = target.with_tokenizer(args.tokenizer, args.chat_template)
-    drafts = quantised(args.algorithm.open_draft(args, target, args.draft), args.quantization)
-    target = target.quantised(args.quantization)
+    drafts = quantised(args.algorithm.open_draft(args, target, args.draft), args)
+    target = target.quantised(args.quantization, rounds_activations=args.quantize_activations)
+    if args.quantize_activations and target.config.quantization is None:
+        raise ValueError(
+            "quantize_activations=True needs quantised matrices; set quantization to 'fp8' or "
+            f"'int8', because those of {target.path} are whole"
+        )
     shapes = args.algorithm.fit_shapes(args, drafts[0].config if drafts else None)
     args.check_simulation(shapes)
     context_length = target.config.context_length(args.context_length)

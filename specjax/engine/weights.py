@@ -12,15 +12,9 @@ import numpy as np
 
 from specjax.checkpoints import open_target
 from specjax.checkpoints.block import BlockCheckpoint
-from specjax.checkpoints.tensors import (
-    SCALE,
-    Checkpoint,
-    TensorInfo,
-    TensorSource,
-    cast,
-    make_weight,
-    quantised_source,
-)
+from specjax.checkpoints.checkpoint import Checkpoint
+from specjax.checkpoints.quantization import quantised_source
+from specjax.checkpoints.tensors import FLOATS, TensorInfo, TensorSource, cast, make_weight
 from specjax.engine.plan import EnginePlan, quantised
 from specjax.models.family import Recipe
 from specjax.models.flat import Weights
@@ -48,20 +42,20 @@ def load_weights(
         if shared is not None:
             base, runner = shared
             is_here = base.networks.placement == place
-            target, draft = runner.weights if is_here else place.put(runner.weights)
+            target, draft = runner.weights if is_here else place.put_weights(runner.weights)
             if len(plan.drafts) == len(base.drafts) and all(map(is_same, plan.drafts, base.drafts)):
                 return target, draft
         elif is_dummy:
-            target = place.put(nets.target.random(0))
+            target = place.put_weights(nets.target.random(0))
         else:
-            target = place.put(nets.target.order(plan.target.load_weights()))
+            target = place.put_weights(nets.target.order(plan.target.load_weights()))
         if is_dummy:
-            return target, place.put(nets.draft.random(1))
+            return target, place.put_weights(nets.draft.random(1))
     named = {name: w for one in plan.drafts for name, w in one.load_weights().items()}
     for one in plan.drafts:
         if isinstance(one, BlockCheckpoint):
             one.compare_copies(dict(zip(nets.target.names, target, strict=True)))
-    return target, place.put(nets.draft.order(named))
+    return target, place.put_weights(nets.draft.order(named))
 
 
 def weights_from_disk(
@@ -74,13 +68,14 @@ def weights_from_disk(
     target, drafts, new_target, new_draft = plan.target, plan.drafts, {}, {}
     if model_path is not None:
         opened = open_target(model_path, dtype=target.config.dtype)
-        target = opened.quantised(plan.args.quantization)
+        rounds = plan.args.quantize_activations
+        target = opened.quantised(plan.args.quantization, rounds_activations=rounds)
         _check_same_config(target, plan.target)
     if draft_path is not None:
         if not drafts:
             raise ValueError(f"draft_path={draft_path!r}, but the engine has no draft network")
         found = plan.args.algorithm.open_draft(plan.args, target, draft_path)
-        drafts = quantised(found, plan.args.quantization)
+        drafts = quantised(found, plan.args)
         _check_same_config(drafts[0], plan.drafts[0])
         new_draft = drafts[0].load_weights()
     if model_path is not None:
@@ -113,25 +108,29 @@ def weights_from_tensors(
     except TypeError as error:
         raise ValueError(f"named_tensors={named_tensors!r} must map names to arrays") from error
     abstract = dict(zip(flat.names, flat.abstract, strict=True))
-    dtype, is_quantised = owner.config.dtypes.activations, owner.config.quantization is not None
+    dtype, format = owner.config.dtypes.activations, owner.config.quantization
+    recipes = owner.recipes()
+    matrices = {part.name for one in recipes.values() if one.layout for part in one.parts}
 
     def dtype_of(name: str, value: Any) -> Any:
         """The dtype of a weight in the engine, and of a tensor from which one is made."""
         if name in abstract and jnp.issubdtype(abstract[name].dtype, jnp.floating):
             return abstract[name].dtype
-        if is_quantised and name.endswith(SCALE):
+        own = getattr(value, "dtype", dtype)
+        if owner.canonical_name(name) in matrices:  # quantised from all of its bits
+            return own
+        if format is not None and "_scale" in name:
             return np.dtype(np.float32)
-        size = getattr(getattr(value, "dtype", None), "itemsize", 0)
-        return value.dtype if is_quantised and size == 1 else dtype
+        return dtype if format is None or str(own) in FLOATS else own
 
     tensors = {str(x): _copied(x, value, dtype_of(str(x), value)) for x, value in given.items()}
     if not tensors:
         raise ValueError("named_tensors is empty; give the weights to replace")
     weights = {name: tensors.pop(name) for name in abstract if name in tensors}
     tensors = {owner.canonical_name(name): tensors[name] for name in tensors}
-    recipes, parts = owner.recipes(), set[str]()
-    if is_quantised:
-        source = quantised_source(_in_memory(jax.tree.map(np.asarray, tensors)), recipes)
+    parts = set[str]()
+    if format is not None:
+        source = quantised_source(_in_memory(jax.tree.map(np.asarray, tensors)), recipes, format)
         tensors = {name: source.read(name) for name in source.infos}
     for name, recipe in recipes.items():
         names = {part.name for part in recipe.parts}
@@ -144,10 +143,10 @@ def weights_from_tensors(
     if strays:
         raise ValueError(f"named_tensors: {strays[:5]} are not weights of the model")
     for name in weights:
-        whole, _, kind = name.rpartition(".")
-        other = f"{whole}.{'scale' if kind == 'values' else 'values'}"
-        if kind in ("values", "scale") and other in abstract and other not in weights:
-            raise ValueError(f"named_tensors has {name!r} without {other!r}; give both")
+        whole = name.rpartition(".")[0]
+        others = {f"{whole}.{leaf}" for leaf in ("values", "scale", "offset")} & abstract.keys()
+        if name in others and (missing := sorted(others - weights.keys())):
+            raise ValueError(f"named_tensors has {name!r} without {missing[0]!r}; give all of them")
     owned = {part.name: name for name in weights for part in recipes[name].parts}
     for name, recipe in recipes.items():
         repeated = next((owned[part.name] for part in recipe.parts if part.name in owned), None)
@@ -192,7 +191,7 @@ def replace_weights(runner: ModelRunner, new: NewWeights) -> None:
     for flat, weights in zip((nets.target, nets.draft), new, strict=True):
         for i, name in enumerate(flat.names):
             if name in weights:
-                weight = jax.block_until_ready(nets.placement.put(weights[name]))
+                weight = jax.block_until_ready(nets.placement.put_weights(weights[name]))
                 runner.replace_weight(i, weight, draft=flat is nets.draft)
 
 

@@ -29,11 +29,12 @@ class CausalLM(nnx.Module):
         self.implementation = implementation
         dtypes, size, vocab_size = config.dtypes, config.hidden_size, config.vocab_size
         kinds = layer_kinds(config)
-        how = {"implementation": implementation}
+        how: dict[str, Any] = {"implementation": implementation}
         self.embedding = Embedding(vocab_size, size, dtype=dtypes.activations, **how)
         self.layers = nnx.List(DecoderLayer(config, kind, implementation) for kind in kinds)
         self.norm = RMSNorm(config, size, offset=kinds[-1].norm_offset, **how)
-        head = partial(Linear, size, vocab_size, bias=False, dtypes=dtypes, **how)
+        how["dtypes"] = dtypes.without("lm_head")
+        head = partial(Linear, size, vocab_size, bias=False, **how)
         self.lm_head = None if config.tie_word_embeddings else head()
 
     def __call__(

@@ -10,7 +10,7 @@ from specjax.config import BlockConfig, DraftConfig, Dtypes, ModelConfig, Rope, 
 from specjax.json_file import Fields, Flag, Size
 from specjax.models.layers import LayerKind
 from specjax.models.rope import rotated_rows
-from specjax.models.weights import is_quantised
+from specjax.models.weights import QuantLayout
 
 
 @dataclass(frozen=True)
@@ -34,21 +34,25 @@ class Recipe:
     """How to build a weight: its parts are concatenated on the output axis.
 
     A transposed weight is ``[in, out]`` and consists of parts ``[out_i, in]``. Any other weight
-    concatenates its parts unchanged on the first axis. ``dtype`` is the dtype of the weight;
-    ``None`` means the dtype of activations.
+    concatenates its parts unchanged on the first axis, and ``layout`` cuts the result if it belongs
+    to a quantised matrix. ``dtype`` is the dtype of the weight; ``None`` means that of activations.
     """
 
     parts: tuple[Part, ...]
     transpose: bool = False
     dtype: str | None = None
+    layout: QuantLayout | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """Shape of the weight, before ``layout`` cuts it."""
         width, rest = sum(part.shape[0] for part in self.parts), self.parts[0].shape[1:]
         return (*rest, width) if self.transpose else (width, *rest)
 
 
 Recipes = Mapping[str, Recipe]
+# A quantised matrix X has its scales in X_scale, and for zero points -zero * scale in X_offset.
+SCALE, OFFSET = "_scale", "_offset"
 # prefix of the tensors of multi-token prediction modules
 MTP_PREFIX = "model.mtp_layers."
 
@@ -106,13 +110,17 @@ def linear(
 ) -> dict[str, Recipe]:
     """Recipes for a projection; ``parts`` maps its stored projections to their output widths."""
     kernels = tuple(Part(f"{name}.weight", (size, in_size)) for name, size in parts.items())
-    recipes = {f"{flat}.kernel": Recipe(kernels, transpose=True, dtype=dtypes.weights.name)}
-    if is_quantised(dtypes.weights):  # stored under the names that compressed-tensors uses
-        scales = tuple(Part(f"{name}.weight_scale", (size, 1)) for name, size in parts.items())
-        recipes = {
-            f"{flat}.kernel.values": Recipe(kernels, dtype=dtypes.weights.name),
-            f"{flat}.kernel.scale": Recipe(scales, dtype="float32"),
-        }
+    recipes = {f"{flat}.kernel": Recipe(kernels, transpose=True)}
+    if (format := dtypes.quantization) is not None:
+        layout = QuantLayout.of(format, in_size, sum(parts.values()))
+        names = {"scale": SCALE} | ({"offset": OFFSET} if format.has_zeros else {})
+        recipes = {f"{flat}.kernel.values": Recipe(kernels, dtype=format.dtype.name, layout=layout)}
+        for leaf, suffix in names.items():
+            stored = tuple(
+                Part(f"{name}.weight{suffix}", (size, layout.parts * layout.groups))
+                for name, size in parts.items()
+            )
+            recipes[f"{flat}.kernel.{leaf}"] = Recipe(stored, dtype="float32", layout=layout)
     if bias:
         biases = tuple(Part(f"{name}.bias", (size,)) for name, size in parts.items())
         recipes[f"{flat}.bias"] = Recipe(biases)
@@ -140,7 +148,7 @@ def decoder_layer(
 def _projections(
     config: TransformerConfig, kind: LayerKind, flat: str, prefix: str, in_size: int
 ) -> dict[str, Recipe]:
-    size, inner, dtypes = config.hidden_size, config.intermediate_size, kind.dtypes
+    size, inner, dtypes = config.hidden_size, config.intermediate_size, kind.dtypes.without
     q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     widths = {"q": q_size, "k": kv_size, "v": kv_size}
     qkv = {f"{prefix}self_attn.{letter}_proj": width for letter, width in widths.items()}
@@ -151,14 +159,14 @@ def _projections(
         for x, width in ("q", q_size), ("k", kv_size):
             name = {f"{flat}attention.{x}_norm": f"{prefix}self_attn.{x}_norm"}
             norms |= vectors(config.head_dim if kind.qk_norm else width, name)
-    joined = linear(f"{flat}attention.qkv", qkv, in_size, dtypes, bias=kind.qkv_bias)
+    joined = linear(f"{flat}attention.qkv", qkv, in_size, dtypes("qkv"), bias=kind.qkv_bias)
     if config.rotary_dim is not None:
         rotated(config, joined)
     return (
         joined
-        | linear(f"{flat}attention.output", output, q_size, dtypes, bias=kind.output_bias)
-        | linear(f"{flat}mlp.gate_up", gate_up, size, dtypes, bias=kind.mlp_bias)
-        | linear(f"{flat}mlp.down", down, inner, dtypes, bias=kind.mlp_bias)
+        | linear(f"{flat}attention.output", output, q_size, dtypes("output"), bias=kind.output_bias)
+        | linear(f"{flat}mlp.gate_up", gate_up, size, dtypes("gate_up"), bias=kind.mlp_bias)
+        | linear(f"{flat}mlp.down", down, inner, dtypes("down"), bias=kind.mlp_bias)
         | norms
     )
 

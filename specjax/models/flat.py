@@ -18,6 +18,7 @@ from typing import Any, Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import Array
 from jax.sharding import SingleDeviceSharding
@@ -28,8 +29,8 @@ from specjax.models.weights import QuantArray
 
 logger = logging.getLogger(__name__)
 
-# standard deviation of random quantised values; their scale is divided by it
-RANDOM_VALUES = 24.0
+# standard deviation of random quantised values by their bits; their scale is divided by it
+RANDOM_VALUES = {8: 24.0, 4: 2.0}
 M = TypeVar("M", bound=nnx.Module)
 Weights = tuple[Array, ...]
 
@@ -39,7 +40,7 @@ class FlatModel(Generic[M]):
     """The structure of a module: the names, shapes and dtypes of its weights.
 
     ``names[i]`` is the dotted path of weight ``i``, for example ``layers.0.attention.qkv.kernel``
-    (``....kernel.values`` and ``....kernel.scale`` if quantised). ``initial[i]`` is the mean and
+    (``....kernel.values`` and so on if quantised). ``initial[i]`` is the mean and
     standard deviation of its random initial values, as the module's variable states them.
     """
 
@@ -60,8 +61,12 @@ class FlatModel(Generic[M]):
             mean, stddev = said.get("mean", 0.0), said.get("stddev", 0.0)
             value = variable.get_value()
             if isinstance(value, QuantArray):
+                spread = RANDOM_VALUES[dtype_bits(value.values.dtype)]
                 names += [(*path, "values"), (*path, "scale")]
-                initial += [(0.0, RANDOM_VALUES), (stddev / RANDOM_VALUES, 0.0)]
+                initial += [(0.0, spread), (stddev / spread, 0.0)]
+                if value.offset is not None:
+                    names.append((*path, "offset"))
+                    initial.append((0.0, 0.0))
             else:
                 names.append(path)
                 initial.append((mean, stddev))
@@ -104,7 +109,18 @@ class FlatModel(Generic[M]):
 
 @partial(jax.jit, static_argnums=(1, 2, 3))
 def _normal(key: Array, shape: tuple[int, ...], dtype: jnp.dtype, stddev: float) -> Array:
-    return (stddev * jax.random.normal(key, shape)).astype(dtype)
+    values = stddev * jax.random.normal(key, shape)
+    if jnp.issubdtype(dtype, jnp.integer):  # conversion wraps around
+        values = values.clip(jnp.iinfo(dtype).min, jnp.iinfo(dtype).max)
+    return values.astype(dtype)
+
+
+def dtype_bits(dtype: jnp.dtype) -> int:
+    """Bits of a value on a GPU; numpy counts a byte for 4-bit integers."""
+    return 4 if dtype == jnp.int4 else 8 * jnp.dtype(dtype).itemsize
+
+
+_to_int4 = jax.jit(lambda values: values.astype(jnp.int4))
 
 
 # maps each CUDA release that JAX is built for, newest first, to the lowest driver version
@@ -193,6 +209,24 @@ class Placement:
         # with a device, this takes 30 us on the host; with its sharding, 110
         return jax.device_put(values, self.device)
 
+    def put_weights(self, values: Any) -> Any:
+        """Put weights.
+
+        4-bit integers are not committed to the device, because compiled functions would refuse
+        them: JAX states their layout differently for arrays and for functions (0.10, 0.11).
+        """
+
+        def put(value: Any) -> Any:
+            if value.dtype != jnp.int4:
+                return self.put(value)
+            is_array = isinstance(value, jax.Array)
+            if is_array and value.devices() == {self.device} and not value.committed:
+                return value
+            with jax.default_device(self.device):
+                return _to_int4(jax.device_put(np.asarray(value).astype(np.int8)))
+
+        return jax.tree.map(put, values)
+
     def abstract(self, values: Any) -> Any:
         """Shapes and dtypes of a pytree of arrays that will be on this device."""
         return jax.tree.map(
@@ -237,4 +271,4 @@ class Networks:
     @property
     def weight_bytes(self) -> int:
         leaves = (*self.target.abstract, *self.draft.abstract)
-        return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+        return sum(leaf.size * dtype_bits(leaf.dtype) // 8 for leaf in leaves)

@@ -101,7 +101,7 @@ class Linear(nnx.Module):
         implementation: str | None = None,
     ) -> None:
         self.implementation = implementation
-        kernel = zero_kernel(in_size, out_size, dtypes.weights)
+        kernel = zero_kernel(in_size, out_size, dtypes)
         self.kernel = nnx.Param(kernel, stddev=in_size**-0.5)
         self.bias = nnx.Param(jnp.zeros((out_size,), dtypes.activations)) if bias else None
 
@@ -233,9 +233,10 @@ class Attention(nnx.Module):
         self.kind = kind
         heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
         self.shape = (heads, kv_heads, dim)
-        linear = partial(Linear, dtypes=kind.dtypes, implementation=implementation)
-        self.qkv = linear(in_size, (heads + 2 * kv_heads) * dim, bias=kind.qkv_bias)
-        self.output = linear(heads * dim, config.hidden_size, bias=kind.output_bias)
+        linear, dtypes = partial(Linear, implementation=implementation), kind.dtypes.without
+        width, size = (heads + 2 * kv_heads) * dim, config.hidden_size
+        self.qkv = linear(in_size, width, bias=kind.qkv_bias, dtypes=dtypes("qkv"))
+        self.output = linear(heads * dim, size, bias=kind.output_bias, dtypes=dtypes("output"))
         norm = partial(RMSNorm, config, offset=kind.norm_offset, implementation=implementation)
         has_norms, of_head = kind.qk_norm or kind.joint_qk_norm, kind.qk_norm
         self.q_norm = norm(dim if of_head else heads * dim) if has_norms else None
@@ -302,9 +303,9 @@ class MLP(nnx.Module):
         self, config: TransformerConfig, kind: LayerKind, implementation: str | None = None
     ) -> None:
         self.kind, size, inner = kind, config.hidden_size, config.intermediate_size
-        how = partial(Linear, dtypes=kind.dtypes, implementation=implementation)
-        linear = partial(how, bias=kind.mlp_bias)
-        self.gate_up, self.down = linear(size, 2 * inner), linear(inner, size)
+        linear = partial(Linear, bias=kind.mlp_bias, implementation=implementation)
+        self.gate_up = linear(size, 2 * inner, dtypes=kind.dtypes.without("gate_up"))
+        self.down = linear(inner, size, dtypes=kind.dtypes.without("down"))
 
     def __call__(self, x: Array) -> Array:
         """Map ``[..., D]`` to ``[..., D]`` or partial sums of it."""

@@ -1,5 +1,7 @@
 """The model families by ``model_type``. To add one, write a file and add a line here."""
 
+from dataclasses import replace
+
 from specjax.checks import refused
 from specjax.config import ModelConfig
 from specjax.models.family import MTP_PREFIX, Family, Part, Recipe, Recipes, linear, vectors
@@ -64,7 +66,16 @@ def family_of(config: ModelConfig) -> Family:
 
 
 def layer_kinds(config: ModelConfig) -> tuple[LayerKind, ...]:
-    return family_of(config).layers(config)
+    """The kinds of the layers, each with the names of its matrices that are not quantised."""
+    kinds = family_of(config).layers(config)
+    if (format := config.quantization) is None or not format.plain:
+        return kinds
+
+    def of_layer(i: int, kind: LayerKind) -> LayerKind:
+        own = tuple(x.rpartition(".")[2] for x in format.plain if x.startswith(f"layers.{i}."))
+        return replace(kind, dtypes=kind.dtypes._replace(quantization=replace(format, plain=own)))
+
+    return tuple(of_layer(i, kind) for i, kind in enumerate(kinds))
 
 
 def target_recipes(config: ModelConfig) -> Recipes:
@@ -72,9 +83,10 @@ def target_recipes(config: ModelConfig) -> Recipes:
     recipes = vectors(size, {"norm": "model.norm"})
     recipes["embedding.table"] = Recipe((Part("model.embed_tokens.weight", table),))
     if not config.tie_word_embeddings:
-        recipes |= linear("lm_head", {"lm_head": config.vocab_size}, size, config.dtypes)
+        dtypes = config.dtypes.without("lm_head")
+        recipes |= linear("lm_head", {"lm_head": config.vocab_size}, size, dtypes)
     family = family_of(config)
-    for i, kind in enumerate(family.layers(config)):
+    for i, kind in enumerate(layer_kinds(config)):
         recipes |= family.recipe(config, kind, f"layers.{i}.", f"model.layers.{i}.")
     return recipes
 
@@ -82,7 +94,7 @@ def target_recipes(config: ModelConfig) -> Recipes:
 def mtp_recipes(config: ModelConfig) -> Recipes:
     """Recipes for multi-token prediction modules, with the tensor names of MiMo's checkpoints."""
     size, recipes, family = config.hidden_size, dict[str, Recipe](), family_of(config)
-    for i, kind in enumerate(family.layers(config)):
+    for i, kind in enumerate(layer_kinds(config)):
         flat, prefix = f"modules.{i}.", f"{MTP_PREFIX}{i}."
         names = {"hidden_norm": "hidden", "token_norm": "token", "norm": "final"}
         recipes |= vectors(size, {flat + a: f"{prefix}{b}_layernorm" for a, b in names.items()})

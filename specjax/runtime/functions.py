@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from specjax.compiling.pool import CompilerOptions
+from specjax.config import Quantization
 from specjax.models.flat import Networks, Weights
-from specjax.models.weights import MAX_SPLIT_ROWS
+from specjax.models.weights import MAX_FUSED_ROWS, MAX_SPLIT_ROWS
 from specjax.runtime.runner_config import RunnerConfig
 from specjax.sampling.accept_draws import COUPLED
 from specjax.sampling.draw import SamplingConfig
@@ -35,26 +36,40 @@ WITHOUT_TRITON: dict[str, str | bool] = {"xla_gpu_enable_triton_gemm": False}
 LEAST_ROWS_WITHOUT_TRITON = 128
 # XLA options for prefill on a GPU: no CUDA graphs. Prefill runs rarely and with different buffers
 # each time, so its graph would be rebuilt. Measurements: docs/performance.md, "Changes".
-PREFILL_OPTIONS: dict[str, str | bool] = {
-    "xla_gpu_graph_min_graph_size": "1000000",
-    **WITHOUT_TRITON,
-}
+WITHOUT_GRAPHS: dict[str, str | bool] = {"xla_gpu_graph_min_graph_size": "1000000"}
+PREFILL_OPTIONS = {**WITHOUT_GRAPHS, **WITHOUT_TRITON}
 
 
 # With more than the declared precision between operations, a result would depend on their fusion.
 DETERMINISTIC: dict[str, str | bool] = {"xla_allow_excess_precision": False}
 
 
-def compiler_options(rows: int) -> dict[str, str | bool]:
+# XLA scales groups of a quantised matrix in the kernel of a product, if it does not split it.
+SCALED_GROUPS: dict[str, str | bool] = {
+    "xla_gpu_experimental_enable_subchannel_dequantisation_fusion": True,
+    "xla_gpu_experimental_force_split_k": "1",
+}
+
+
+def compiler_options(
+    rows: int, formats: Sequence[Quantization | None] = ()
+) -> dict[str, str | bool]:
     """XLA options for a round that verifies ``rows`` rows on a GPU.
+
+    ``formats`` are those of the matrices of target and draft.
 
     By default, XLA splits small products along their inner axis before it autotunes them. It then
     misses cuBLAS kernels that are faster from 64 rows on. Without the split, the products take
     4.72 ms instead of 5.02 at 64 rows (Llama-3.1-8B shape, H200, jax 0.11.2).
     """
+    found = [format for format in formats if format is not None]
+    # cuBLAS cannot read them: XLA would convert each matrix first
+    least = MAX_FUSED_ROWS if any(not each.rounds_activations for each in found) else 0
+    others = WITHOUT_TRITON if rows >= max(LEAST_ROWS_WITHOUT_TRITON, least + 1) else {}
+    if any(format.group is not None for format in found):
+        return {**SCALED_GROUPS, **others}
     if rows <= MAX_SPLIT_ROWS:
         return {}
-    others = WITHOUT_TRITON if rows >= LEAST_ROWS_WITHOUT_TRITON else {}
     return {"xla_gpu_experimental_force_split_k": "1", **others}
 
 
@@ -118,13 +133,16 @@ class RoundFunctions:
         rounds = [found for shape in reversed(config.shapes) for found in self._rounds(shape)]
         first = dict(reversed(rounds))  # the deepest tier for each number of rows
         yield from first.values()
-        options = self._options(PREFILL_OPTIONS)
         prefills = [("prefill", width, False) for width in config.prefill_buckets]
         prefills += [("prefill_logprobs", width, True) for width in config.logprob_buckets]
         for name, width, logs in prefills:
             limit = config.max_chunks(width)
             prefill = self.bind(prefill_chunks, config.largest, limit=limit, with_logprobs=logs)
-            yield (name, width), prefill, self._with(limit * HEADER + width), options
+            options = PREFILL_OPTIONS
+            if width <= MAX_FUSED_ROWS and any(each and each.group for each in self._formats):
+                options = {**WITHOUT_GRAPHS, **SCALED_GROUPS}
+            arguments = self._with(limit * HEADER + width)
+            yield (name, width), prefill, arguments, self._options(options)
         record = jax.jit(partial(record_cached), donate_argnums=0)
         ints = self._networks.placement.ints
         arguments = (self._common[2].future, ints(), ints(config.context))
@@ -137,7 +155,7 @@ class RoundFunctions:
 
     def _constrained(self, shape: DraftShape, batch: int) -> Iterator[Job]:
         """Jobs for the parts of a round with a grammar."""
-        options = self._options(compiler_options(batch * shape.verified))
+        options = self._options(compiler_options(batch * shape.verified, self._formats))
         place, arguments = self._networks.placement, self._with(batch)
         draft = self.bind(spec_round.draft_stage, shape)
         target = self.bind(spec_round.target_stage, shape)
@@ -157,6 +175,10 @@ class RoundFunctions:
             yield (name, shape, batch), finish, (*arguments, *rest), options
 
     @property
+    def _formats(self) -> list[Quantization | None]:
+        return [config.quantization for config in self._networks.configs]
+
+    @property
     def _greedy_kinds(self) -> list[bool]:
         """Greedy batches have functions of their own on a GPU."""
         return [True, False] if self._config.on_gpu else [False]
@@ -168,13 +190,13 @@ class RoundFunctions:
         names = [f"{'greedy_' * each}round" for each in kinds]
         for batch in [batch for tier, batch in self._config.rounds if tier == shape]:
             rows = batch * shape.verified
-            options = self._options(compiler_options(rows))
+            options = self._options(compiler_options(rows, self._formats))
             for name, function in zip(names, functions, strict=True):
                 yield rows, ((name, shape, batch), function, self._with(batch), options)
 
     def stage_jobs(self) -> Iterator[Job]:
         for shape, batch in self._config.rounds:
-            options = self._options(compiler_options(batch * shape.verified))
+            options = self._options(compiler_options(batch * shape.verified, self._formats))
             arguments = self._with(batch)
             for name, function in STAGES.items():
                 stage = self.bind(function, shape)

@@ -93,6 +93,10 @@ def run(args: argparse.Namespace) -> None:
     dtype = args.dtype if args.dtype != "auto" else ("bfloat16" if on_gpu else "float32")
     target = open_target(args.model, dtype=dtype)
     model = target.config
+    if model.quantization is not None:
+        raise ValueError(
+            f"--model {args.model}: training needs whole weights, not {model.quantization}"
+        )
     opened = args.initial and open_initial(args, target)
     draft = opened.config if opened else draft_config(args, model)
     args.data = args.data or data_file(args, target.path, entries)

@@ -170,7 +170,9 @@ class Trainer:
 
     def named_weights(self, params: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
         """Convert named float32 parameters to the draft's weights, in its dtype."""
-        named = {name: value.astype(self.draft.dtypes.weights) for name, value in params.items()}
+        named = {
+            name: value.astype(self.draft.dtypes.activations) for name, value in params.items()
+        }
         if "d2t" in self.flat.names:
             offsets = self.vocabulary - np.arange(len(self.vocabulary))
             named["d2t"] = jnp.asarray(offsets, jnp.int32)

@@ -42,12 +42,14 @@ def other_target(engine: Engine) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(6)
     names = engine.runner.networks.target.names
     tensors = dict(zip(names, map(np.asarray, engine.runner.weights[0]), strict=True))
-    columns = np.arange(tensors["lm_head.kernel"].shape[1])
+    columns = np.arange(engine.target.config.vocab_size)
     moved = rng.choice(columns, len(columns) // 3, replace=False)
     columns[moved] = np.roll(moved, 1)
-    changed = {"lm_head.kernel": tensors["lm_head.kernel"][:, columns]}
-    for name, tensor in tensors.items():
-        if name.endswith("qkv.kernel"):
+    changed = {}
+    for name, tensor in tensors.items():  # outputs are the second axis, also of quantised matrices
+        if name.startswith("lm_head.kernel"):
+            changed[name] = tensor[:, columns]
+        if ".qkv.kernel" in name:
             changed[name] = np.roll(tensor, 3, axis=1)
     return changed
 
@@ -64,10 +66,11 @@ class Reference:
     tensors: dict[str, np.ndarray]
 
     @classmethod
-    def of(cls, files: Files) -> "Reference":
+    def of(cls, files: Files, **more: Any) -> "Reference":
+        """``more`` are options of both engines."""
         sizes = {"max_running_requests": 8, "batch_buckets": (8,), "page_size": 16}
         options: Options = sizes | {"dtype": "float32", "disable_radix_cache": True}
-        options["grammar_backend"] = "llguidance"
+        options |= {"grammar_backend": "llguidance"} | more
         old = files.engine(speculative=False, **options)
         new = files.engine(speculative=False, share_weights_with=old, **options)
         tensors = other_target(old)

@@ -12,7 +12,7 @@ import pytest
 
 from specjax import SamplingParams
 from specjax.checkpoints import open_target
-from specjax.config import Rope
+from specjax.config import Quantization, Rope
 from specjax.models import registry
 from specjax.models.decoder import CausalLM
 from specjax.models.flat import FlatModel
@@ -45,15 +45,18 @@ with pytest.MonkeyPatch.context() as patch:
 POST, post_layers = GUIDE["FAMILIES"]["post"], GUIDE["layers"]
 
 
-def int8_layers(config: Any) -> tuple[LayerKind, ...]:
-    return post_layers(config, dtypes=config.dtypes._replace(weights=jnp.dtype("int8")))
+INT8 = {
+    "quant_method": "compressed-tensors",
+    "format": "int-quantized",
+    "config_groups": {"0": {"weights": {"num_bits": 8, "type": "int", "strategy": "channel"}}},
+    "ignore": ["lm_head"],
+}
 
 
 @pytest.fixture(autouse=True)
 def families(monkeypatch: pytest.MonkeyPatch) -> None:
     """Add the family to the registry."""
     monkeypatch.setitem(registry.FAMILIES, "post", POST)
-    monkeypatch.setitem(registry.FAMILIES, "post8", replace(POST, layers=int8_layers))
 
 
 # a reference in float64, with tensors under Hugging Face names
@@ -179,18 +182,17 @@ def quantised(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return np.round(matrix / scale).astype(np.int8), scale.astype(np.float32)
 
 
-def test_an_engine_serves_int8_weights_by_one_line_of_the_family(
-    files: Any, tmp_path: Path
-) -> None:
+def test_an_engine_serves_int8_weights_of_any_family(files: Any, tmp_path: Path) -> None:
     stored, restored = dict(TENSORS), dict(TENSORS)
     for name in (name for name in TENSORS if name.endswith("_proj.weight")):
         values, scale = quantised(TENSORS[name])
         stored |= {name: values, f"{name}_scale": scale}
         restored[name] = values * scale
-    path = write_directory(tmp_path / "post8", SETTINGS | {"model_type": "post8"}, stored)
+    settings = SETTINGS | {"quantization_config": INT8}
+    path = write_directory(tmp_path / "post8", settings, stored)
     check_close(logits_of(path), reference(restored, TOKENS))
     weights = open_target(path).load_weights()
-    assert weights["layers.1.mlp.down.kernel.values"].shape == (HIDDEN, INNER)
+    assert weights["layers.1.mlp.down.kernel.values"].shape == (1, HIDDEN, INNER)
     assert weights["layers.1.mlp.down.kernel.values"].dtype == np.int8
     assert weights["lm_head.kernel"].dtype == np.float32
     text = TOKENS[:9].tolist()
@@ -203,7 +205,7 @@ def test_an_engine_serves_int8_weights_by_one_line_of_the_family(
 
 
 def test_random_quantised_weights_spread_as_plain_ones_do() -> None:
-    config = POST.config(**{**vars(TARGET), "model_type": "post8"}, score_scale=1.0)
+    config = replace(TARGET, quantization=Quantization("int8"))
     flat = FlatModel.of(partial(CausalLM, config))
     named = dict(zip(flat.names, flat.random(0), strict=True))
     kernel = "layers.0.mlp.down.kernel"
@@ -218,7 +220,8 @@ def test_random_quantised_weights_spread_as_plain_ones_do() -> None:
 def test_a_product_with_a_kernel_of_another_dtype(dtype: str) -> None:
     rng = np.random.default_rng(2)
     values, scale = quantised(rng.normal(size=(24, 32)))
-    kernel = QuantArray(jnp.asarray(values), jnp.asarray(scale))
+    format = Quantization("int8")
+    kernel = QuantArray(jnp.asarray(values[None]), jnp.asarray(scale[None]), None, format)
     x = jnp.asarray(rng.normal(size=(2, 3, 32)), dtype)
     expected = np.float32(x) @ (values * scale).T
     plain = jnp.asarray((values * scale).T, jnp.bfloat16)

@@ -1,0 +1,121 @@
+"""A model on disk: its configuration, and its weights by the names of the engine."""
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar, Generic, Self, TypeVar
+
+import numpy as np
+
+from specjax.checkpoints.quantization import quantised_source
+from specjax.checkpoints.tensors import FLOATS, TensorSource, make_weight
+from specjax.config import BlockConfig, DraftConfig, ModelConfig, Quantization
+from specjax.models.family import Recipe, Recipes
+
+GROUP = 128  # inputs that share a scale if a matrix is quantised to 4 bits while it is loaded
+C = TypeVar("C", ModelConfig, DraftConfig, BlockConfig)
+
+
+@dataclass(frozen=True)
+class Checkpoint(Generic[C]):
+    """A model on disk. Only its configuration was read; weights are loaded in ``config.dtype``."""
+
+    config: C
+    path: Path
+    _open_source: Callable[[], TensorSource]
+    _recipes: ClassVar[Callable[[Any], Recipes]]
+
+    def quantised(self, kind: str | None, *, rounds_activations: bool = False) -> Self:
+        """The same model with its matrices quantised as ``kind``; ``None``: as they are.
+
+        Raises ValueError if its files have another kind, or if they do not permit the rounding of
+        activations (see :class:`~specjax.config.Quantization`).
+        """
+        format = self.config.quantization
+        if kind is not None and format is not None and format.kind != kind:
+            raise ValueError(
+                f"quantization={kind!r}, but the matrices of {self.path} are {format}; set it to "
+                f"None or {format.kind!r}"
+            )
+        if kind is not None and format is None:
+            format = Quantization(kind, group=GROUP if kind == "int4" else None)
+        if format is not None:
+            format = replace(format, rounds_activations=rounds_activations)
+        return replace(self, config=replace(self.config, quantization=format))
+
+    def _source(self) -> TensorSource:
+        return quantised_source(self._open_source(), self.recipes(), self.config.quantization)
+
+    def describe(self) -> str:
+        """Summarize the resolved settings in one line."""
+        raise NotImplementedError
+
+    def check_weights(self) -> None:
+        """Raise ValueError if names, shapes or dtypes on disk do not fit the configuration."""
+        self._checked_recipes(self._source())
+
+    def load_weights(self) -> dict[str, np.ndarray]:
+        """Load all weights by the model's names, in ``config.dtype`` (``d2t`` in int32).
+
+        Raises ValueError if a tensor cannot be read, or as :meth:`check_weights` does.
+        """
+        source = self._source()
+        recipes, dtype = self._checked_recipes(source), self.config.dtypes.activations
+
+        def make(recipe: Recipe) -> np.ndarray:
+            return make_weight(recipe, source, np.dtype(recipe.dtype or dtype))
+
+        with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
+            return dict(zip(recipes, pool.map(make, recipes.values()), strict=True))
+
+    def recipes(self) -> Recipes:
+        """Return the recipe of each weight by name; in recipes, tensors have canonical names."""
+        return type(self)._recipes(self.config)
+
+    def canonical_name(self, name: str) -> str:
+        """Map the published name of a tensor to its name in :meth:`recipes`."""
+        return name
+
+    def check_values(self, source: TensorSource) -> None:
+        """Check the values of a source's tensors; the ValueError names the tensor."""
+
+    def is_ignored(self, name: str) -> bool:
+        raise NotImplementedError
+
+    def _checked_recipes(self, source: TensorSource) -> Recipes:
+        """Return the recipe of each weight after checking the tensors of ``source``."""
+        infos, recipes = source.infos, self.recipes()
+        parts = {p.name: (p, r) for r in recipes.values() for p in r.parts}
+        if missing := [part for part, _ in parts.values() if part.name not in infos]:
+            shown = [f"{part.name!r} {part.shape}" for part in missing]
+            raise ValueError(
+                f"{source.path} lacks {len(missing)} tensor(s) that its configuration requires: "
+                f"{_listed(shown)}"
+            )
+        for name, (part, recipe) in parts.items():
+            info = infos[name]
+            if info.shape != part.shape:
+                raise ValueError(
+                    f"tensor {name!r} in {info.path} has shape {info.shape}, but the configuration "
+                    f"requires {part.shape}"
+                )
+            if info.dtype not in FLOATS and recipe.dtype not in ("int32", info.dtype):
+                raise ValueError(
+                    f"tensor {name!r} in {info.path} is {info.dtype}; weights must be one of "
+                    f"{', '.join(FLOATS)}"
+                )
+        unknown = {n for n in infos if n not in parts and not n.endswith("rotary_emb.inv_freq")}
+        if unknown := {n for n in unknown if not self.is_ignored(n)}:
+            shown = [f"{n!r} {infos[n].shape} in {infos[n].path}" for n in sorted(unknown)]
+            raise ValueError(
+                f"{source.path} has {len(unknown)} tensors that the model does not use: "
+                f"{_listed(shown)}; it may be of another architecture"
+            )
+        self.check_values(source)
+        return recipes
+
+
+def _listed(shown: list[str]) -> str:
+    return ", ".join([*shown[:5], *(["..."] if len(shown) > 5 else [])])

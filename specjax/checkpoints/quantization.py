@@ -1,0 +1,344 @@
+"""Quantised matrices in checkpoints: formats of published files, and quantising while loading.
+
+A source that :func:`quantised_source` returns has the same names for all formats: a matrix ``X`` of
+values ``[out, in]``, ``X_scale`` f32 ``[out, groups]``, and ``X_offset`` f32 ``[out, groups]`` if
+groups have zero points. Formats, with their names of tensors:
+
+- FP8 in blocks (``quant_method: fp8``): ``X`` e4m3 and ``X_scale_inv [out / 128, in / 128]``.
+- compressed-tensors: ``X`` e4m3 or int8 and ``X_scale [out, 1]`` or ``[1]``; with
+  ``pack-quantized`` the integers ``X_packed`` i32 ``[out, in * bits / 32]``, ``X_scale`` and, for
+  zero points, ``X_zero_point`` i32 ``[out * bits / 32, groups]``.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from threading import Lock
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from ml_dtypes import bfloat16, float8_e4m3fn
+
+from specjax.checkpoints.tensors import FLOATS, TensorInfo, TensorSource
+from specjax.config import Quantization
+from specjax.json_file import Fields, Flag, PositiveSize
+from specjax.models.family import OFFSET, SCALE, Recipes
+
+PACKED, ZERO_POINT, BLOCK_SCALE = "_packed", "_zero_point", "_scale_inv"
+# values that are quantised at once: with all values of a matrix, it takes twice as long
+_CACHED = 2**17
+# tensors beside a quantised matrix, and the scales of a quantised KV cache, which is kept whole
+_BESIDE = (SCALE, BLOCK_SCALE, PACKED, ZERO_POINT, "_shape")
+_KV_SCALES = re.compile(
+    r"\.self_attn\.(([qkv]|kv|attn)_(scale|zero_point)|[qkv]_proj\.([qkv]|output)_scale)$"
+)
+_LAYOUTS = "float-quantized", "int-quantized", "naive-quantized", "pack-quantized"
+# stored projections of a layer -> the matrix that has them
+_MATRICES = {
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj", "qkv_proj"), "qkv"),
+    **dict.fromkeys(("gate_proj", "up_proj", "gate_up_proj"), "gate_up"),
+    **{"o_proj": "output", "down_proj": "down"},
+}
+_LAYER = re.compile(r"model\.layers\.(\d+)\.(?:self_attn|mlp)\.(\w+)\.weight(_packed)?")
+
+
+def read_quantization(
+    config: Fields, open_source: Callable[[], TensorSource]
+) -> Quantization | None:
+    """Read ``quantization_config`` of a target; ``None`` if its matrices are whole.
+
+    The tensors of ``open_source`` show which of them are. Raises ValueError with the key of a
+    format that is not supported.
+    """
+    stated = config.fields("quantization_config")
+    if not stated.values:
+        return None
+    method = stated.get("quant_method", Any, None)
+    if method == "fp8":
+        format = _block_format(stated)
+    elif method == "compressed-tensors":
+        format = _compressed_format(stated)
+    else:
+        raise stated.wrong(
+            "quant_method",
+            "is not supported; use a checkpoint of compressed-tensors or FP8, the whole weights of "
+            "the model with quantization='fp8', 'int8' or 'int4', or a GGUF file",
+        )
+    return Quantization(**format, plain=_plain_matrices(open_source()))
+
+
+def _block_format(stated: Fields) -> dict[str, Any]:
+    if stated.get("activation_scheme", str, "dynamic") != "dynamic":
+        raise stated.wrong("activation_scheme", "is not supported; only 'dynamic' is")
+    if not (sizes := stated.get("weight_block_size", list[PositiveSize], [])):
+        return {"kind": "fp8"}
+    if len(sizes) != 2 or sizes[0] != sizes[1]:
+        raise stated.wrong("weight_block_size", "must be two equal numbers")
+    return {"kind": "fp8", "group": sizes[1]}
+
+
+def _compressed_format(stated: Fields) -> dict[str, Any]:
+    if stated.get("format", str, _LAYOUTS[0]) not in _LAYOUTS:
+        raise stated.wrong("format", f"is not supported; supported: {', '.join(_LAYOUTS)}")
+    if stated.fields("sparsity_config").get("format", str, "dense") != "dense":
+        raise stated.wrong("sparsity_config", "is not supported; the format may be 'dense' only")
+    if stated.fields("transform_config").values:
+        raise stated.wrong("transform_config", "is not supported")
+    groups = stated.get("config_groups", dict[str, Any], {})
+    if len(groups) != 1:
+        raise stated.wrong("config_groups", "must have one group; mixed schemes are not supported")
+    group = stated.fields("config_groups").fields(next(iter(groups)))
+    if group.get("targets", list[str], ["Linear"]) != ["Linear"]:
+        raise group.wrong("targets", "is not supported; only ['Linear'] is")
+    if group.fields("output_activations").values:
+        raise group.wrong("output_activations", "is not supported")
+    inputs, weights = group.fields("input_activations"), group.fields("weights")
+    if inputs.values and inputs.get("dynamic", Any, False) is not True:
+        raise inputs.wrong("dynamic", "is not supported; activations may have dynamic scales only")
+    bits, kind = weights.get("num_bits", int), weights.get("type", str, "int")
+    found = {(8, "float"): "fp8", (8, "int"): "int8", (4, "int"): "int4"}.get((bits, kind))
+    if found is None:
+        raise weights.wrong("num_bits", f"with type={kind!r} is not supported")
+    if weights.get("actorder", Any, None) not in (None, False, "static", "weight"):
+        # with "weight", the order was used for quantising only
+        raise weights.wrong("actorder", "is not supported: inputs are stored in another order")
+    strategy = weights.get("strategy", str, "tensor")
+    values: dict[str, Any] = {"kind": found}
+    if strategy == "group":
+        values["group"] = weights.get("group_size", PositiveSize)
+    elif strategy == "block":
+        sizes = weights.get("block_structure", list[PositiveSize])
+        if len(sizes) != 2 or sizes[0] != sizes[1]:
+            raise weights.wrong("block_structure", "must be two equal numbers")
+        values["group"] = sizes[1]
+    elif strategy not in ("channel", "tensor"):
+        raise weights.wrong("strategy", "is not supported; tensor, channel, group and block are")
+    if not weights.get("symmetric", Flag, True):
+        # zero points need groups; one group may have all inputs
+        if "group" not in values:
+            raise weights.wrong("symmetric", f"is not supported with strategy={strategy!r}")
+        values["has_zeros"] = True
+    return values
+
+
+def _plain_matrices(source: TensorSource) -> tuple[str, ...]:
+    """The matrices that a quantised checkpoint stores whole, as ``Quantization.plain`` has them."""
+    found: dict[str, set[bool]] = {}
+    for name, info in source.infos.items():
+        if (match := _LAYER.fullmatch(name)) and match[2] in _MATRICES:
+            matrix = f"layers.{match[1]}.{_MATRICES[match[2]]}"
+            found.setdefault(matrix, set()).add(info.dtype in FLOATS)
+    if "lm_head.weight" in source.infos:
+        found["lm_head"] = {source.infos["lm_head.weight"].dtype in FLOATS}
+    if mixed := sorted(name for name, is_plain in found.items() if len(is_plain) > 1):
+        raise ValueError(
+            f"{source.path}: only some of the projections of {mixed[0]!r} are quantised, which is "
+            "not supported"
+        )
+    return tuple(sorted(name for name, is_plain in found.items() if True in is_plain))
+
+
+def quantise(
+    matrix: np.ndarray, dtype: np.dtype, group: int | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Values ``[out, in]`` of a dtype of 8 or 4 bits, and scales f32 ``[out, groups]``.
+
+    The largest value with a scale has the largest magnitude of the dtype, and values are rounded to
+    the nearest. A group of zeros has the scale 1. ``None`` is one group per output; scales of
+    smaller groups are rounded to bfloat16.
+    """
+    is_float = jnp.issubdtype(dtype, jnp.floating)
+    most = float(jnp.finfo(dtype).max if is_float else jnp.iinfo(dtype).max)
+    rows, columns = matrix.shape
+    size = columns if group is None else group
+    groups = -(-columns // size)
+    found = np.empty((rows, columns), dtype), np.empty((rows, groups), np.float32)
+    step = max(1, _CACHED // columns)
+    for start in range(0, rows, step):
+        own = slice(start, start + step)
+        part = np.zeros((len(matrix[own]), groups * size), np.float32)
+        part[:, :columns] = matrix[own]
+        values = part.reshape(-1, size)
+        scale = np.maximum(values.max(axis=1), -values.min(axis=1)) / most
+        scale[scale == 0.0] = 1.0
+        if group is not None:  # products in bfloat16 round them
+            scale = scale.astype(bfloat16).astype(np.float32)
+        values /= scale[:, None]
+        np.clip(values, -most, most, out=values)
+        if not is_float:
+            np.rint(values, out=values)
+        rounded = to_e4m3(part) if dtype == float8_e4m3fn else part
+        found[0][own] = rounded[:, :columns]
+        found[1][own] = scale.reshape(-1, groups)
+    return found
+
+
+def to_e4m3(values: np.ndarray) -> np.ndarray:
+    """Round float32 values of at most 448 to e4m3, in a seventh of the time of ml_dtypes."""
+    sizes = np.abs(values)
+    bits = sizes.view(np.uint32)
+    # the last three of 23 bits of the mantissa that are kept; ties round to even
+    codes = (bits + (bits >> 20 & 1) + 0x7FFFF >> 20) - (127 - 7) * 8
+    small = sizes < 2.0**-6  # multiples of the smallest value
+    codes[small] = np.rint(sizes[small] * 512)
+    return (codes | values.view(np.uint32) >> 24 & 0x80).astype(np.uint8).view(float8_e4m3fn)
+
+
+def unpack(packed: np.ndarray, bits: int, count: int, axis: int) -> np.ndarray:
+    """The first ``count`` signed integers along an axis of i32 words, lowest bits first."""
+    words = np.moveaxis(packed, axis, -1).view(np.uint32)
+    shifts = np.arange(0, 32, bits, dtype=np.uint32)
+    values = (words[..., None] >> shifts & np.uint32(2**bits - 1)).astype(np.int16)
+    values = (values - 2 ** (bits - 1)).astype(np.int8).reshape(*words.shape[:-1], -1)
+    return np.moveaxis(values[..., :count], -1, axis)
+
+
+class _Matrix:
+    """A quantised matrix of a source."""
+
+    def __init__(
+        self, source: TensorSource, name: str, shape: tuple[int, ...], format: Quantization
+    ) -> None:
+        self._source, self._name, self._shape, self._format = source, name, shape, format
+        self._infos = source.infos
+        self._lock = Lock()
+        # of a matrix that is quantised here: what another thread will read
+        self._kept: dict[str, np.ndarray] = {}
+        size = shape[1] if format.group is None else format.group
+        self.groups = -(-shape[1] // size)
+
+    @property
+    def _is_whole(self) -> bool:
+        info = self._infos.get(self._name)
+        return info is not None and info.dtype in FLOATS
+
+    def outputs(self) -> dict[str, TensorInfo]:
+        """The tensors that replace those of the file; none if the matrix is missing."""
+        names = {self._name + suffix for suffix in (SCALE, BLOCK_SCALE)}
+        stored = self._name + PACKED if self._name + PACKED in self._infos else self._name
+        if stored not in self._infos:
+            return {}
+        if not self._is_whole and names.isdisjoint(self._infos):
+            raise ValueError(
+                f"{self._infos[stored].path} has {stored!r} without {self._name + SCALE!r}"
+            )
+        if not self._is_whole:
+            self._check_shapes()
+        path, dtype = self._infos[stored].path, self._format.dtype.name
+        if stored == self._name:
+            shape = self._infos[stored].shape
+            dtype = dtype if self._is_whole else self._infos[stored].dtype
+        else:
+            bits = 4 if self._format.kind == "int4" else 8
+            shape = self._expected(stored, (self._shape[0], -(-self._shape[1] * bits // 32)))
+        scales_shape = (self._shape[0], self.groups)
+        found = {self._name: TensorInfo(shape, path, dtype)}
+        found[self._name + SCALE] = TensorInfo(scales_shape, path, "float32")
+        if self._format.has_zeros:
+            found[self._name + OFFSET] = TensorInfo(scales_shape, path, "float32")
+        return found
+
+    def _expected(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of the matrix if a packed tensor has this shape."""
+        info = self._infos[name]
+        if info.shape != shape or info.dtype != "int32":
+            raise ValueError(
+                f"tensor {name!r} in {info.path} is {info.dtype} {info.shape}; it must be int32 "
+                f"{shape}"
+            )
+        return self._shape
+
+    def read(self, suffix: str) -> np.ndarray:
+        if self._is_whole:
+            return self._quantised(suffix)
+        if suffix == SCALE:
+            return self._scales()
+        if suffix == OFFSET:
+            return self._offsets()
+        if self._name in self._infos:
+            return self._source.read(self._name)
+        bits = 4 if self._format.kind == "int4" else 8
+        values = unpack(self._source.read(self._name + PACKED), bits, self._shape[1], axis=1)
+        return values.astype(self._format.dtype)
+
+    def _quantised(self, suffix: str) -> np.ndarray:
+        if suffix == OFFSET:
+            return np.zeros((self._shape[0], self.groups), np.float32)
+        with self._lock:
+            if suffix not in self._kept:
+                found = quantise(
+                    self._source.read(self._name), self._format.dtype, self._format.group
+                )
+                self._kept = dict(zip(("", SCALE), found, strict=True))
+            return self._kept.pop(suffix)
+
+    @property
+    def _scale_name(self) -> str:
+        return self._name + (SCALE if self._name + SCALE in self._infos else BLOCK_SCALE)
+
+    def _check_shapes(self) -> None:
+        """Check the tensors of scales and zero points, which may be stored in several ways."""
+        rows, bits = self._shape[0], 4 if self._format.kind == "int4" else 8
+        allowed = {self._scale_name: [(rows, self.groups), (), (1,), (1, 1)]}
+        if self._format.group is not None:
+            blocks = -(-rows // self._format.group), self.groups
+            allowed[self._scale_name].append(blocks)
+        if self._format.has_zeros:
+            packed = -(-rows * bits // 32), self.groups
+            allowed[self._name + ZERO_POINT] = [packed, (rows, self.groups)]
+        for name, shapes in allowed.items():
+            if (info := self._infos.get(name)) is None:
+                raise ValueError(f"{self._source.path} has no tensor {name!r}")
+            if info.shape not in shapes:
+                raise ValueError(
+                    f"tensor {name!r} in {info.path} has shape {info.shape}; a matrix "
+                    f"{self._shape} of {self._format} needs {shapes[0]}"
+                )
+
+    def _scales(self) -> np.ndarray:
+        scale = self._source.read(self._scale_name).astype(np.float32)
+        rows, group = self._shape[0], self._format.group
+        if scale.size == 1:
+            scale = scale.reshape(1, 1)
+        elif group is not None and len(scale) < rows:
+            scale = np.repeat(scale, group, axis=0)[:rows]
+        return np.ascontiguousarray(np.broadcast_to(scale, (rows, self.groups)))
+
+    def _offsets(self) -> np.ndarray:
+        scale, zeros = self._scales(), self._source.read(self._name + ZERO_POINT)
+        if zeros.shape != scale.shape:
+            zeros = unpack(zeros, 4 if self._format.kind == "int4" else 8, len(scale), axis=0)
+        return -zeros.astype(np.float32) * scale
+
+
+def quantised_source(
+    source: TensorSource, recipes: Recipes, format: Quantization | None
+) -> TensorSource:
+    """Give the matrices that recipes need quantised the names above; whole ones are quantised."""
+    if format is None:
+        return source
+    shapes = {part.name: part.shape for recipe in recipes.values() for part in recipe.parts}
+    matrices = {
+        name: _Matrix(source, name, shape, format)
+        for name, shape in shapes.items()
+        if name + SCALE in shapes
+    }
+    made = {name: outputs for name, one in matrices.items() if (outputs := one.outputs())}
+    owners: Mapping[str, tuple[str, str]] = {
+        new: (name, new.removeprefix(name)) for name, outputs in made.items() for new in outputs
+    }
+    beside = {name + suffix for name in made for suffix in _BESIDE}
+    infos = {
+        name: info
+        for name, info in source.infos.items()
+        if name not in beside and not _KV_SCALES.search(name) and not name.endswith(".weight_shape")
+    }
+    infos |= {new: info for outputs in made.values() for new, info in outputs.items()}
+
+    def read(name: str) -> np.ndarray:
+        if name not in owners:
+            return source.read(name)
+        owner, suffix = owners[name]
+        return matrices[owner].read(suffix)
+
+    return TensorSource(source.path, infos, read)

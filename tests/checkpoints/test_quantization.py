@@ -1,0 +1,336 @@
+"""Checkpoints whose matrices are quantised, in the formats of published files."""
+
+import json
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.numpy import load_file, save_file
+
+from specjax import SamplingParams
+from specjax.checkpoints import open_target
+from specjax.checkpoints.quantization import unpack
+from specjax.checkpoints.tensors import open_directory
+from specjax.config import ModelConfig
+from specjax.models.decoder import CausalLM
+from specjax.models.flat import FlatModel
+from specjax.testing import Files
+from specjax.testing.dense import dense_logits
+
+E4M3 = ml_dtypes.float8_e4m3fn
+DTYPES = {
+    "float32": "F32",
+    "int8": "I8",
+    "int32": "I32",
+    "int64": "I64",
+    "float8_e4m3fn": "F8_E4M3",
+}
+GROUP = 24  # neither 32 nor 48 inputs are whole groups
+TOKENS = [3, 1, 4, 15, 9, 26, 5, 35]
+Stored = tuple[
+    dict[str, np.ndarray], np.ndarray
+]  # tensors by suffix, and the values they stand for
+
+
+def write(path: Path, tensors: dict[str, np.ndarray]) -> None:
+    """Write safetensors; the library does not write 8-bit floats from numpy."""
+    header, data = {}, b""
+    for name, x in tensors.items():
+        span = [len(data), len(data) + x.nbytes]
+        header[name] = {"dtype": DTYPES[x.dtype.name], "shape": x.shape, "data_offsets": span}
+        data += np.ascontiguousarray(x).tobytes()
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+
+
+def pack(values: np.ndarray, bits: int) -> np.ndarray:
+    """Signed integers along the last axis, as words of 32 bits."""
+    rows, columns = values.shape
+    words = np.zeros((rows, -(-columns * bits // 32)), np.int64)
+    for i in range(columns):
+        place = i % (32 // bits)
+        words[:, i * bits // 32] |= (
+            values[:, i].astype(np.int64) + 2 ** (bits - 1)
+        ) << place * bits
+    return words.astype(np.uint32).view(np.int32)
+
+
+def channel(kind: str, matrix: np.ndarray) -> Stored:
+    if kind == "fp8":
+        scale = np.abs(matrix).max(axis=1, keepdims=True) / 448
+        values = (matrix / scale).astype(E4M3)
+    else:
+        scale = np.abs(matrix).max(axis=1, keepdims=True) / 127
+        values = np.rint(matrix / scale).astype(np.int8)
+    return {"": values, "_scale": scale}, np.float32(values) * scale
+
+
+def tensor_scale(matrix: np.ndarray) -> Stored:
+    scale = np.float32(np.abs(matrix).max() / 448)
+    values = (matrix / scale).astype(E4M3)
+    return {"": values, "_scale": scale.reshape(1)}, np.float32(values) * scale
+
+
+def blocks(matrix: np.ndarray) -> Stored:
+    """Blocks of 24 x 24, also partial ones."""
+    rows, columns = (-(-size // GROUP) for size in matrix.shape)
+    values, scales = np.zeros(matrix.shape, E4M3), np.zeros((rows, columns), np.float32)
+    whole = np.zeros_like(matrix)
+    for i in range(rows):
+        for j in range(columns):
+            at = slice(i * GROUP, (i + 1) * GROUP), slice(j * GROUP, (j + 1) * GROUP)
+            scales[i, j] = np.abs(matrix[at]).max() / 448
+            values[at] = (matrix[at] / scales[i, j]).astype(E4M3)
+            whole[at] = np.float32(values[at]) * scales[i, j]
+    return {"": values, "_scale_inv": scales}, whole
+
+
+def packed(bits: int, has_zeros: bool, group: int | None, matrix: np.ndarray) -> Stored:
+    rows, columns = matrix.shape
+    size = group or columns
+    count, most = -(-columns // size), 2 ** (bits - 1) - 1
+    values, scales = np.zeros(matrix.shape, np.int8), np.zeros((rows, count), np.float32)
+    zeros, whole = np.zeros((rows, count), np.int8), np.zeros_like(matrix)
+    for j in range(count):
+        at = slice(j * size, (j + 1) * size)
+        part = matrix[:, at]
+        low, high = part.min(axis=1), part.max(axis=1)
+        scales[:, j] = (high - low) / (2 * most) if has_zeros else np.abs(part).max(axis=1) / most
+        if has_zeros:
+            zeros[:, j] = np.clip(np.rint(-most - low / scales[:, j]), -most - 1, most)
+        rounded = np.rint(part / scales[:, j : j + 1]) + zeros[:, j : j + 1]
+        values[:, at] = np.clip(rounded, -most - 1, most)
+        whole[:, at] = (np.float32(values[:, at]) - zeros[:, j : j + 1]) * scales[:, j : j + 1]
+    stored = {"_packed": pack(values, bits), "_scale": scales}
+    stored["_shape"] = np.array(matrix.shape, np.int64)
+    if has_zeros:
+        stored["_zero_point"] = pack(np.ascontiguousarray(zeros.T), bits).T
+    return stored, whole
+
+
+def compressed(bits: int, type: str, strategy: str, **weights: Any) -> dict[str, Any]:
+    scheme = {"num_bits": bits, "type": type, "strategy": strategy, "symmetric": True} | weights
+    group = {"weights": scheme, "targets": ["Linear"], "input_activations": None}
+    return {
+        "quant_method": "compressed-tensors",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+        "kv_cache_scheme": None,
+    }
+
+
+BLOCKS = {
+    "quant_method": "fp8",
+    "weight_block_size": [GROUP, GROUP],
+    "activation_scheme": "dynamic",
+}
+INT4 = {"bits": 4, "type": "int", "strategy": "group", "group_size": GROUP}
+FORMATS: dict[str, tuple[dict[str, Any], Callable[[np.ndarray], Stored]]] = {
+    "fp8-channel": (compressed(8, "float", "channel"), lambda x: channel("fp8", x)),
+    "fp8-tensor": (compressed(8, "float", "tensor"), tensor_scale),
+    "fp8-blocks": (BLOCKS, blocks),
+    "int8-channel": (compressed(8, "int", "channel"), lambda x: channel("int8", x)),
+    "int8-packed": (compressed(8, "int", "channel"), lambda x: packed(8, False, None, x)),
+    "int4": (compressed(**INT4), lambda x: packed(4, False, GROUP, x)),
+    "int4-zeros": (compressed(**INT4, symmetric=False), lambda x: packed(4, True, GROUP, x)),
+}
+
+
+def make(files: Files, folder: Path, name: str, plain: str = "lm_head") -> tuple[Path, Path]:
+    """The tiny target in a format, and whole with the same values; ``plain`` matrices are whole."""
+    config, quantise = FORMATS[name]
+    stored, whole = {}, {}
+    for key, x in load_file(files.target / "model.safetensors").items():
+        is_plain = any(part in key for part in plain.split())
+        if x.ndim == 2 and "embed_tokens" not in key and not is_plain:
+            found, whole[key] = quantise(np.float32(x))
+            stored |= {key + suffix: value for suffix, value in found.items()}
+        else:
+            stored[key] = whole[key] = x
+    paths = folder / "stored", folder / "whole"
+    for path in paths:
+        shutil.copytree(files.target, path)
+    write(paths[0] / "model.safetensors", stored)
+    save_file(whole, paths[1] / "model.safetensors")
+    edit(paths[0], lambda fields: fields.update(quantization_config=config))
+    return paths
+
+
+def edit(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    fields = json.loads((path / "config.json").read_text())
+    change(fields)
+    (path / "config.json").write_text(json.dumps(fields))
+
+
+def logits_of(path: Path) -> np.ndarray:
+    target = open_target(path, dtype="float32")
+    flat = FlatModel.of(partial(CausalLM, target.config))
+    return dense_logits(flat.order(target.load_weights()), TOKENS, target.config)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_formats_have_the_values_of_their_files(files: Files, tmp_path: Path, name: str) -> None:
+    stored, whole = make(files, tmp_path, name)
+    target = open_target(stored, dtype="float32")
+    target.check_weights()
+    weights = target.load_weights()
+    format = target.config.quantization
+    assert format is not None
+    assert format.plain == ("lm_head",)
+    expected = logits_of(whole)
+    np.testing.assert_allclose(logits_of(stored), expected, atol=1e-5 * np.abs(expected).max())
+    assert weights["layers.0.mlp.down.kernel.values"].dtype == format.dtype
+    assert weights["lm_head.kernel"].dtype == np.float32
+
+
+@pytest.mark.parametrize("name", ["int4-zeros", "fp8-blocks"])
+def test_texts_equal_those_of_whole_weights(files: Files, tmp_path: Path, name: str) -> None:
+    stored, whole = make(files, tmp_path, name, "lm_head layers.1.mlp.down_proj")
+    prompts = [[5, 9, 11, 40, 2, 7], [33, 12], [8] * 20]
+    params = [
+        SamplingParams(temperature=t, max_new_tokens=24, ignore_eos=True, sampling_seed=3)
+        for t in (0.0, 0.9, 0.9)
+    ]
+    texts = []
+    for path, speculative in ((whole, False), (stored, True)):
+        options = {"dtype": "float32", "skip_tokenizer_init": True, "speculative": speculative}
+        with files.engine(target=path, **options) as engine:
+            found = engine.generate(input_ids=prompts, sampling_params=params)
+            texts.append([one["output_ids"] for one in found])
+            if speculative:
+                names = engine.runner.networks.target.names
+                assert "layers.1.mlp.down.kernel" in names
+                assert "layers.0.mlp.down.kernel.values" in names
+                engine.update_weights_from_disk(stored)
+                again = engine.generate(input_ids=prompts, sampling_params=params)
+                assert [one["output_ids"] for one in again] == texts[-1]
+    assert texts[0] == texts[1]
+
+
+def test_quantization_names_what_a_file_is(files: Files, tmp_path: Path) -> None:
+    stored, _ = make(files, tmp_path, "int8-channel")
+    target = open_target(stored, dtype="float32")
+    assert target.quantised("int8").config == target.config
+    with pytest.raises(
+        ValueError, match=r"'fp8', but .* are int8, without lm_head; set it to None or"
+    ):
+        target.quantised("fp8")
+
+
+@given(st.data())
+def test_words_hold_integers(data: st.DataObject) -> None:
+    bits, axis = data.draw(st.sampled_from((4, 8))), data.draw(st.sampled_from((0, 1)))
+    rows, columns = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 20))
+    limit = 2 ** (bits - 1)
+    values = np.array(
+        [[data.draw(st.integers(-limit, limit - 1)) for _ in range(columns)] for _ in range(rows)],
+        np.int8,
+    )
+    words = pack(values, bits)
+    found = unpack(words if axis == 1 else np.ascontiguousarray(words.T), bits, columns, axis)
+    assert np.array_equal(found if axis == 1 else found.T, values)
+
+
+def set_weights(**changes: Any) -> Callable[[dict[str, Any]], None]:
+    def change(fields: dict[str, Any]) -> None:
+        groups = fields["quantization_config"]["config_groups"]
+        groups["group_0"]["weights"].update(changes)
+
+    return change
+
+
+def set_group(**changes: Any) -> Callable[[dict[str, Any]], None]:
+    def change(fields: dict[str, Any]) -> None:
+        fields["quantization_config"]["config_groups"]["group_0"].update(changes)
+
+    return change
+
+
+def set_config(**changes: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda fields: fields["quantization_config"].update(changes)
+
+
+REFUSED = [
+    (set_config(quant_method="gptq"), "quant_method='gptq' is not supported"),
+    (set_config(quant_method="awq"), "quant_method='awq'"),
+    (set_config(quant_method="modelopt"), "quant_method='modelopt'"),
+    (set_weights(num_bits=4, type="float"), "num_bits=4 with type='float'"),
+    (set_weights(num_bits=3), "num_bits=3"),
+    (set_weights(actorder="group"), "actorder='group'"),
+    (set_weights(strategy="attn_head"), "strategy='attn_head'"),
+    (set_weights(strategy="channel", symmetric=False), "symmetric=(False|false)"),
+    (set_group(targets=["re:.*q_proj"]), "targets="),
+    (set_group(input_activations={"num_bits": 8, "dynamic": False}), "dynamic=(False|false)"),
+    (set_group(output_activations={"num_bits": 8}), "output_activations="),
+    (set_config(sparsity_config={"format": "sparse-24"}), "sparsity_config="),
+    (set_config(config_groups={"a": {}, "b": {}}), "config_groups=.*mixed schemes"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), REFUSED, ids=[text for _, text in REFUSED])
+def test_refusals_name_the_key(
+    files: Files, tmp_path: Path, change: Callable[[Any], Any], message: str
+) -> None:
+    stored, _ = make(files, tmp_path, "int4")
+    edit(stored, change)
+    with pytest.raises(ValueError, match=f"config.json.*{message}"):
+        open_target(stored, dtype="float32")
+
+
+Q = "model.layers.0.self_attn.q_proj.weight"
+
+
+def read_back(path: Path) -> dict[str, np.ndarray]:
+    source = open_directory(path)
+    return {name: source.read(name) for name in source.infos}
+
+
+@pytest.mark.parametrize(
+    ("name", "suffix", "replace", "message"),
+    [
+        ("int4", "_packed", lambda x: x[:, :-1], "'{}_packed' in .*int32"),
+        ("int4", "_packed", lambda x: None, "lacks 1 tensor.*'{}'"),
+        ("int4", "_scale", lambda x: None, "'{}_packed' without '{}_scale'"),
+        ("int4", "_scale", lambda x: x[:-1], "'{}_scale' in .* has shape"),
+        ("int4-zeros", "_zero_point", lambda x: None, "no tensor '{}_zero_point'"),
+        ("int4-zeros", "_zero_point", lambda x: x[:, :1], "'{}_zero_point' in .* has shape"),
+        ("fp8-blocks", "_scale_inv", lambda x: x[:, :1], "'{}_scale_inv' in .* has shape"),
+        ("fp8-channel", "", lambda x: x[:, :-1], "'{}' in .* has shape"),
+        ("fp8-channel", "", lambda x: x.view(np.int8), "'{}' in .* is int8"),
+        ("int8-channel", "_scale", lambda x: None, "'{}' without '{}_scale'"),
+    ],
+)
+def test_damaged_files(
+    files: Files, tmp_path: Path, name: str, suffix: str, replace: Any, message: str
+) -> None:
+    stored, _ = make(files, tmp_path, name)
+    tensors = read_back(stored)
+    changed = replace(tensors.pop(Q + suffix))
+    if changed is not None:
+        tensors[Q + suffix] = changed
+    write(stored / "model.safetensors", tensors)
+    target = open_target(stored, dtype="float32")
+    with pytest.raises(ValueError, match=message.replace("{}", Q)) as found:
+        target.check_weights()
+    assert str(stored) in str(found.value)
+
+
+def test_parts_of_a_projection_must_be_alike(files: Files, tmp_path: Path) -> None:
+    stored, _ = make(files, tmp_path, "int8-channel", "layers.1.self_attn.k_proj")
+    with pytest.raises(ValueError, match=r"only some of the projections of 'layers.1.qkv'"):
+        open_target(stored, dtype="float32")
+
+
+def test_config_type(files: Files, tmp_path: Path) -> None:
+    """A configuration prints what it is, for messages."""
+    stored, _ = make(files, tmp_path, "int4")
+    config = open_target(stored, dtype="bfloat16").config
+    assert isinstance(config, ModelConfig)
+    assert str(config.quantization) == f"int4 in groups of {GROUP}, without lm_head"
