@@ -27,7 +27,7 @@ from specjax.models.family import OFFSET, SCALE, Recipes
 PACKED, ZERO_POINT, BLOCK_SCALE = "_packed", "_zero_point", "_scale_inv"
 # values that are quantised at once: with all values of a matrix, it takes twice as long
 _CACHED = 2**17
-# tensors beside a quantised matrix, and the scales of a quantised KV cache, which is kept whole
+# tensors next to a quantised matrix, and the scales of a quantised KV cache, which is kept whole
 _BESIDE = (SCALE, BLOCK_SCALE, PACKED, ZERO_POINT, "_shape")
 _KV_SCALES = re.compile(
     r"\.self_attn\.(([qkv]|kv|attn)_(scale|zero_point)|[qkv]_proj\.([qkv]|output)_scale)$"

@@ -140,8 +140,10 @@ def _quantised_sums(x: Array, kernel: QuantArray) -> Array:
             out = jnp.float32 if is_float else jnp.int32
             axes = (((x.ndim - 1,), (1,)), ((), ()))
             # by default, cuBLAS adds up 8-bit floats in fewer bits than float32
-            exact = {"precision": jax.lax.Precision.HIGHEST, "preferred_element_type": out}
-            sums = jax.lax.dot_general(rounded, values[0], axes, **exact)
+            exact = jax.lax.Precision.HIGHEST if is_float else None
+            sums = jax.lax.dot_general(
+                rounded, values[0], axes, precision=exact, preferred_element_type=out
+            )
         else:  # the same values, which bfloat16 holds exactly
             sums = dot_transposed(rounded.astype(x.dtype), values[0].astype(x.dtype))
         return (sums.astype(jnp.float32) * row_scale * factor)[None]

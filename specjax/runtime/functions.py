@@ -63,13 +63,14 @@ def compiler_options(
     4.72 ms instead of 5.02 at 64 rows (Llama-3.1-8B shape, H200, jax 0.11.2).
     """
     found = [format for format in formats if format is not None]
-    # cuBLAS cannot read them: XLA would convert each matrix first
-    least = MAX_FUSED_ROWS if any(not each.rounds_activations for each in found) else 0
-    others = WITHOUT_TRITON if rows >= max(LEAST_ROWS_WITHOUT_TRITON, least + 1) else {}
     if any(format.group is not None for format in found):
-        return {**SCALED_GROUPS, **others}
+        return SCALED_GROUPS if rows <= MAX_FUSED_ROWS else SCALED_GROUPS | WITHOUT_TRITON
+    # cuBLAS cannot read matrices of 8 bits if activations have more: XLA would convert each first
+    if rows <= MAX_FUSED_ROWS and any(not format.rounds_activations for format in found):
+        return {}
     if rows <= MAX_SPLIT_ROWS:
         return {}
+    others = WITHOUT_TRITON if rows >= LEAST_ROWS_WITHOUT_TRITON else {}
     return {"xla_gpu_experimental_force_split_k": "1", **others}
 
 
