@@ -17,7 +17,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from ml_dtypes import bfloat16, float8_e4m3fn
+from ml_dtypes import bfloat16, float8_e4m3fn, int4
 
 from specjax.checkpoints.tensors import FLOATS, TensorInfo, TensorSource
 from specjax.config import Quantization
@@ -144,11 +144,14 @@ def quantise(
     """Values ``[out, in]`` of a dtype of 8 or 4 bits, and scales f32 ``[out, groups]``.
 
     The largest value with a scale has the largest magnitude of the dtype, and values are rounded to
-    the nearest. A group of zeros has the scale 1. ``None`` is one group per output; scales of
-    smaller groups are rounded to bfloat16.
+    the nearest. So a scale of 4-bit integers is negative if that value is positive, because only
+    -8 has the largest magnitude: perplexity then grows by 26 % instead of 52 (SmolLM2-135M). A
+    group of zeros has the scale 1. ``None`` is one group per output; scales of smaller groups are
+    rounded to bfloat16.
     """
     is_float = jnp.issubdtype(dtype, jnp.floating)
     most = float(jnp.finfo(dtype).max if is_float else jnp.iinfo(dtype).max)
+    least = -8.0 if dtype == int4 else -most
     rows, columns = matrix.shape
     size = columns if group is None else group
     groups = -(-columns // size)
@@ -159,12 +162,15 @@ def quantise(
         part = np.zeros((len(matrix[own]), groups * size), np.float32)
         part[:, :columns] = matrix[own]
         values = part.reshape(-1, size)
-        scale = np.maximum(values.max(axis=1), -values.min(axis=1)) / most
+        high, low = values.max(axis=1), values.min(axis=1)
+        scale = np.maximum(high, -low) / most
+        if dtype == int4:
+            scale = np.where(high > -low, high, low) / least
         scale[scale == 0.0] = 1.0
         if group is not None:  # products in bfloat16 round them
             scale = scale.astype(bfloat16).astype(np.float32)
         values /= scale[:, None]
-        np.clip(values, -most, most, out=values)
+        np.clip(values, least, most, out=values)
         if not is_float:
             np.rint(values, out=values)
         rounded = to_e4m3(part) if dtype == float8_e4m3fn else part

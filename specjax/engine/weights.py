@@ -233,8 +233,10 @@ def _from_parts(recipe: Recipe, dtype: Any, tensors: dict[str, Any]) -> np.ndarr
             f"named_tensors has {given!r} without {missing}, which are parts of the same weight; "
             "give all parts"
         )
-    parts = {part.name: tensors[part.name] for part in recipe.parts}
+    parts = {part.name: np.asarray(tensors[part.name]) for part in recipe.parts}
     for part in recipe.parts:
+        if jnp.issubdtype(dtype, jnp.floating) and str(parts[part.name].dtype) in FLOATS:
+            parts[part.name] = cast(parts[part.name], dtype)  # scales may be in another dtype
         _check_fits(f"tensor {part.name!r}", parts[part.name], part.shape, dtype)
-    source = _in_memory({name: np.asarray(tensor) for name, tensor in parts.items()})
+    source = _in_memory(parts)
     return make_weight(recipe, source, np.dtype(dtype))

@@ -113,14 +113,16 @@ def linear(
     recipes = {f"{flat}.kernel": Recipe(kernels, transpose=True)}
     if (format := dtypes.quantization) is not None:
         layout = QuantLayout.of(format, in_size, sum(parts.values()))
-        names = {"scale": SCALE} | ({"offset": OFFSET} if format.has_zeros else {})
+        names = {"scale": (SCALE, "float32" if format.group is None else None)}
+        if format.has_zeros:
+            names["offset"] = OFFSET, "float32"
         recipes = {f"{flat}.kernel.values": Recipe(kernels, dtype=format.dtype.name, layout=layout)}
-        for leaf, suffix in names.items():
+        for leaf, (suffix, dtype) in names.items():
             stored = tuple(
                 Part(f"{name}.weight{suffix}", (size, layout.parts * layout.groups))
                 for name, size in parts.items()
             )
-            recipes[f"{flat}.kernel.{leaf}"] = Recipe(stored, dtype="float32", layout=layout)
+            recipes[f"{flat}.kernel.{leaf}"] = Recipe(stored, dtype=dtype, layout=layout)
     if bias:
         biases = tuple(Part(f"{name}.bias", (size,)) for name, size in parts.items())
         recipes[f"{flat}.bias"] = Recipe(biases)

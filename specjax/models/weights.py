@@ -30,7 +30,8 @@ class QuantArray:
     """A matrix ``values * scale + offset``, stored as ``format`` says."""
 
     values: Array  # [P, out, J]; inputs after the last one are 0
-    scale: Array  # f32 [P, out, G] of the G groups of a part
+    # [P, out, G] of the G groups of a part; f32, or with several groups in the dtype of activations
+    scale: Array
     offset: Array | None  # f32 [P, out, G] if the format has zero points
     format: Quantization = field(metadata={"static": True})
 
@@ -76,8 +77,10 @@ def zero_kernel(in_size: int, out_size: int, dtypes: Dtypes) -> Kernel:
         return jnp.zeros((in_size, out_size), dtypes.activations)
     layout = QuantLayout.of(format, in_size, out_size)
     values = jnp.zeros((layout.parts, out_size, layout.size), format.dtype)
-    scale = jnp.zeros((layout.parts, out_size, layout.groups), jnp.float32)
-    return QuantArray(values, scale, scale if format.has_zeros else None, format)
+    shape = layout.parts, out_size, layout.groups
+    scale = jnp.zeros(shape, jnp.float32 if format.group is None else dtypes.activations)
+    offset = jnp.zeros(shape, jnp.float32) if format.has_zeros else None
+    return QuantArray(values, scale, offset, format)
 
 
 def take_outputs(kernel: Kernel, index: Array | slice) -> Kernel:
