@@ -182,12 +182,18 @@ def quantise(
 def to_e4m3(values: np.ndarray) -> np.ndarray:
     """Round float32 values of at most 448 to e4m3, in a seventh of the time of ml_dtypes."""
     sizes = np.abs(values)
-    bits = sizes.view(np.uint32)
+    bits, signs = sizes.view(np.uint32), values.view(np.uint32) >> 24 & 0x80
     # the last three of 23 bits of the mantissa that are kept; ties round to even
-    codes = (bits + (bits >> 20 & 1) + 0x7FFFF >> 20) - (127 - 7) * 8
-    small = sizes < 2.0**-6  # multiples of the smallest value
-    codes[small] = np.rint(sizes[small] * 512)
-    return (codes | values.view(np.uint32) >> 24 & 0x80).astype(np.uint8).view(float8_e4m3fn)
+    codes = bits >> 20 & 1
+    codes += bits
+    codes += 0x7FFFF
+    codes >>= 20
+    codes -= (127 - 7) * 8
+    # smaller values are multiples of 2 ** -9, to which this sum rounds
+    multiples = (sizes + np.float32(2**14)).view(np.uint32) - np.float32(2**14).view(np.uint32)
+    np.copyto(codes, multiples, where=sizes < 2.0**-6)
+    codes |= signs
+    return codes.astype(np.uint8).view(float8_e4m3fn)
 
 
 def unpack(packed: np.ndarray, bits: int, count: int, axis: int) -> np.ndarray:
