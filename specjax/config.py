@@ -29,7 +29,7 @@ class Quantization:
     def __post_init__(self) -> None:
         if self.kind not in QUANTISED:
             raise ValueError(f"quantization={self.kind!r} is not one of {sorted(QUANTISED)}")
-        if self.rounds_activations and (self.group is not None or self.kind == "int4"):
+        if self.rounds_activations and not self.permits_rounding:
             raise ValueError(
                 "quantize_activations=True needs fp8 or int8 matrices with one scale per output; "
                 f"the model has {self}"
@@ -46,6 +46,15 @@ class Quantization:
     @property
     def dtype(self) -> jnp.dtype:
         return jnp.dtype(QUANTISED[self.kind])
+
+    @property
+    def bits(self) -> int:
+        return 4 if self.kind == "int4" else 8
+
+    @property
+    def permits_rounding(self) -> bool:
+        """Whether products may round activations too."""
+        return self.group is None and self.bits == 8
 
 
 ROPE_TYPES = ("linear", "dynamic", "llama3", "yarn", "longrope")

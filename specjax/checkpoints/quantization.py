@@ -23,12 +23,13 @@ from specjax.checkpoints.tensors import FLOATS, TensorInfo, TensorSource
 from specjax.config import Quantization
 from specjax.json_file import Fields, Flag, PositiveSize
 from specjax.models.family import OFFSET, SCALE, Recipes
+from specjax.models.weights import largest
 
 PACKED, ZERO_POINT, BLOCK_SCALE = "_packed", "_zero_point", "_scale_inv"
 # values that are quantised at once: with all values of a matrix, it takes twice as long
 _CACHED = 2**17
 # tensors next to a quantised matrix, and the scales of a quantised KV cache, which is kept whole
-_BESIDE = (SCALE, BLOCK_SCALE, PACKED, ZERO_POINT, "_shape")
+_REPLACED = (SCALE, BLOCK_SCALE, PACKED, ZERO_POINT, "_shape")
 _KV_SCALES = re.compile(
     r"\.self_attn\.(([qkv]|kv|attn)_(scale|zero_point)|[qkv]_proj\.([qkv]|output)_scale)$"
 )
@@ -70,11 +71,16 @@ def read_quantization(
 def _block_format(stated: Fields) -> dict[str, Any]:
     if stated.get("activation_scheme", str, "dynamic") != "dynamic":
         raise stated.wrong("activation_scheme", "is not supported; only 'dynamic' is")
-    if not (sizes := stated.get("weight_block_size", list[PositiveSize], [])):
+    if not stated.get("weight_block_size", list[PositiveSize], []):
         return {"kind": "fp8"}
+    return {"kind": "fp8", "group": _block_size(stated, "weight_block_size")}
+
+
+def _block_size(fields: Fields, key: str) -> int:
+    sizes = fields.get(key, list[PositiveSize])
     if len(sizes) != 2 or sizes[0] != sizes[1]:
-        raise stated.wrong("weight_block_size", "must be two equal numbers")
-    return {"kind": "fp8", "group": sizes[1]}
+        raise fields.wrong(key, "must be two equal numbers")
+    return sizes[1]
 
 
 def _compressed_format(stated: Fields) -> dict[str, Any]:
@@ -107,10 +113,7 @@ def _compressed_format(stated: Fields) -> dict[str, Any]:
     if strategy == "group":
         values["group"] = weights.get("group_size", PositiveSize)
     elif strategy == "block":
-        sizes = weights.get("block_structure", list[PositiveSize])
-        if len(sizes) != 2 or sizes[0] != sizes[1]:
-            raise weights.wrong("block_structure", "must be two equal numbers")
-        values["group"] = sizes[1]
+        values["group"] = _block_size(weights, "block_structure")
     elif strategy not in ("channel", "tensor"):
         raise weights.wrong("strategy", "is not supported; tensor, channel, group and block are")
     if not weights.get("symmetric", Flag, True):
@@ -149,8 +152,7 @@ def quantise(
     group of zeros has the scale 1. ``None`` is one group per output; scales of smaller groups are
     rounded to bfloat16.
     """
-    is_float = jnp.issubdtype(dtype, jnp.floating)
-    most = float(jnp.finfo(dtype).max if is_float else jnp.iinfo(dtype).max)
+    most = largest(dtype)
     least = -8.0 if dtype == int4 else -most
     rows, columns = matrix.shape
     size = columns if group is None else group
@@ -163,15 +165,16 @@ def quantise(
         part[:, :columns] = matrix[own]
         values = part.reshape(-1, size)
         high, low = values.max(axis=1), values.min(axis=1)
-        scale = np.maximum(high, -low) / most
         if dtype == int4:
             scale = np.where(high > -low, high, low) / least
+        else:
+            scale = np.maximum(high, -low) / most
         scale[scale == 0.0] = 1.0
         if group is not None:  # products in bfloat16 round them
             scale = scale.astype(bfloat16).astype(np.float32)
         values /= scale[:, None]
         np.clip(values, least, most, out=values)
-        if not is_float:
+        if jnp.issubdtype(dtype, jnp.integer):
             np.rint(values, out=values)
         rounded = to_e4m3(part) if dtype == float8_e4m3fn else part
         found[0][own] = rounded[:, :columns]
@@ -230,19 +233,19 @@ class _Matrix:
         stored = self._name + PACKED if self._name + PACKED in self._infos else self._name
         if stored not in self._infos:
             return {}
-        if not self._is_whole and names.isdisjoint(self._infos):
-            raise ValueError(
-                f"{self._infos[stored].path} has {stored!r} without {self._name + SCALE!r}"
-            )
         if not self._is_whole:
+            if names.isdisjoint(self._infos):
+                raise ValueError(
+                    f"{self._infos[stored].path} has {stored!r} without {self._name + SCALE!r}"
+                )
             self._check_shapes()
         path, dtype = self._infos[stored].path, self._format.dtype.name
         if stored == self._name:
             shape = self._infos[stored].shape
             dtype = dtype if self._is_whole else self._infos[stored].dtype
         else:
-            bits = 4 if self._format.kind == "int4" else 8
-            shape = self._expected(stored, (self._shape[0], -(-self._shape[1] * bits // 32)))
+            words = -(-self._shape[1] * self._format.bits // 32)
+            shape = self._expected(stored, (self._shape[0], words))
         scales_shape = (self._shape[0], self.groups)
         found = {self._name: TensorInfo(shape, path, dtype)}
         found[self._name + SCALE] = TensorInfo(scales_shape, path, "float32")
@@ -269,8 +272,8 @@ class _Matrix:
             return self._offsets()
         if self._name in self._infos:
             return self._source.read(self._name)
-        bits = 4 if self._format.kind == "int4" else 8
-        values = unpack(self._source.read(self._name + PACKED), bits, self._shape[1], axis=1)
+        packed = self._source.read(self._name + PACKED)
+        values = unpack(packed, self._format.bits, self._shape[1], axis=1)
         return values.astype(self._format.dtype)
 
     def _quantised(self, suffix: str) -> np.ndarray:
@@ -290,7 +293,7 @@ class _Matrix:
 
     def _check_shapes(self) -> None:
         """Check the tensors of scales and zero points, which may be stored in several ways."""
-        rows, bits = self._shape[0], 4 if self._format.kind == "int4" else 8
+        rows, bits = self._shape[0], self._format.bits
         allowed = {self._scale_name: [(rows, self.groups), (), (1,), (1, 1)]}
         if self._format.group is not None:
             blocks = -(-rows // self._format.group), self.groups
@@ -319,7 +322,7 @@ class _Matrix:
     def _offsets(self) -> np.ndarray:
         scale, zeros = self._scales(), self._source.read(self._name + ZERO_POINT)
         if zeros.shape != scale.shape:
-            zeros = unpack(zeros, 4 if self._format.kind == "int4" else 8, len(scale), axis=0)
+            zeros = unpack(zeros, self._format.bits, len(scale), axis=0)
         return -zeros.astype(np.float32) * scale
 
 
@@ -339,11 +342,13 @@ def quantised_source(
     owners: Mapping[str, tuple[str, str]] = {
         new: (name, new.removeprefix(name)) for name, outputs in made.items() for new in outputs
     }
-    beside = {name + suffix for name in made for suffix in _BESIDE}
+    replaced = {name + suffix for name in made for suffix in _REPLACED}
     infos = {
         name: info
         for name, info in source.infos.items()
-        if name not in beside and not _KV_SCALES.search(name) and not name.endswith(".weight_shape")
+        if name not in replaced
+        and not _KV_SCALES.search(name)
+        and not name.endswith(".weight_shape")
     }
     infos |= {new: info for outputs in made.values() for new, info in outputs.items()}
 

@@ -149,10 +149,10 @@ def quantised(drafts: Sequence[Any], args: EngineArgs) -> tuple[Any, ...]:
         if not isinstance(draft, Checkpoint) or isinstance(draft.config, BlockConfig):
             return draft
         own = draft.config.quantization
-        if own is None:
-            return draft.quantised(args.quantization, rounds_activations=args.quantize_activations)
-        rounds = own.group is None and own.kind != "int4" and args.quantize_activations
-        return draft.quantised(own.kind, rounds_activations=rounds)
+        kind, rounds = args.quantization, args.quantize_activations
+        if own is not None:
+            kind, rounds = own.kind, rounds and own.permits_rounding
+        return draft.quantised(kind, rounds_activations=rounds)
 
     return tuple(map(made, drafts))
 

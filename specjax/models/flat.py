@@ -61,7 +61,7 @@ class FlatModel(Generic[M]):
             mean, stddev = said.get("mean", 0.0), said.get("stddev", 0.0)
             value = variable.get_value()
             if isinstance(value, QuantArray):
-                spread = RANDOM_VALUES[dtype_bits(value.values.dtype)]
+                spread = RANDOM_VALUES[value.format.bits]
                 names += [(*path, "values"), (*path, "scale")]
                 initial += [(0.0, spread), (stddev / spread, 0.0)]
                 if value.offset is not None:

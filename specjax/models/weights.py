@@ -179,15 +179,19 @@ def _batched(left: Array, right: Array) -> Array:
     )
 
 
+def largest(dtype: jnp.dtype) -> float:
+    """The largest value of a dtype."""
+    is_float = jnp.issubdtype(dtype, jnp.floating)
+    return float(jnp.finfo(dtype).max if is_float else jnp.iinfo(dtype).max)
+
+
 def round_rows(x: Array, dtype: jnp.dtype) -> tuple[Array, Array]:
     """Round the rows of ``x [..., D]`` to an 8-bit dtype; return them and scales ``[..., 1]``."""
-    is_float = jnp.issubdtype(dtype, jnp.floating)
-    most = float(jnp.finfo(dtype).max if is_float else jnp.iinfo(dtype).max)
-    wide = x.astype(jnp.float32)
+    most, wide = largest(dtype), x.astype(jnp.float32)
     scale = jnp.abs(wide).max(axis=-1, keepdims=True) / most
     scale = jnp.where(scale == 0.0, 1.0, scale)
     values = wide / scale
-    if not is_float:
+    if jnp.issubdtype(dtype, jnp.integer):
         values = jnp.round(values)
     return jnp.clip(values, -most, most).astype(dtype), scale
 
