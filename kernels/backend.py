@@ -57,6 +57,14 @@ def resolve(
     return INVARIANT.get(implementation, implementation)
 
 
+def is_addressed(size: int, dtype: Any) -> bool:
+    """Whether the offsets in a kernel can address an array of ``size`` elements.
+
+    For arrays of up to 4 GiB, the lowering counts elements in signed 32 bits.
+    """
+    return dtype.itemsize > 1 or not 2**31 < size <= 2**32
+
+
 def takes_head_dim(head_dim: int) -> bool:
     """Whether the Pallas kernels support a head dim: a multiple of 16 from 16 to 256."""
     return 16 <= head_dim <= 256 and head_dim % 16 == 0

@@ -102,7 +102,7 @@ def specjax_invariant_shared(
 
         def add_block(i: Array, sums: Sums) -> Sums:
             key = i * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)
-            k, v = load_kv(pool_ref, layer, table_ref, request, head, key, page_size)
+            k, v = load_kv(pool_ref, layer, table_ref, request, head, key, page_size, q.dtype)
             return _add(sums, _block(q, k, v, scale, None), scale)
 
         def keep(kept: Any, sums: Sums) -> None:
@@ -171,7 +171,7 @@ def specjax_invariant_own(
         if path_refs:
             new = path_refs[1][request, token, jnp.maximum(key - seq_len, 0)]
             key = jnp.where(key < seq_len, key, seq_len + new)
-        k, v = load_kv(pool_ref, layer, table_ref, request, head, key, page_size)
+        k, v = load_kv(pool_ref, layer, table_ref, request, head, key, page_size, q.dtype)
         return _add(sums, _block(q, k, v, scale, (position < end)[None, :]), scale)
 
     sums = empty_sums(block_rows, q.shape[1])
@@ -209,7 +209,7 @@ def specjax_invariant_prefill(
         def step(i: Array, sums: Sums, *, is_masked: bool) -> Sums:
             position = i * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)
             key = jnp.minimum(position, end - 1) if is_masked else position
-            k, v = load_kv(pool_ref, layer, table_ref, segment, head, key, page_size)
+            k, v = load_kv(pool_ref, layer, table_ref, segment, head, key, page_size, q.dtype)
             visible = (position - begin)[None, :] <= token[:, None] if is_masked else None
             return _add(sums, _block(q, k, v, scale, visible), scale)
 

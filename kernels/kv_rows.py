@@ -16,7 +16,14 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
-from specjax.kernels.backend import load, power_of_two, resolve, store, triton_call
+from specjax.kernels.backend import (
+    is_addressed,
+    load,
+    power_of_two,
+    resolve,
+    store,
+    triton_call,
+)
 
 # elements per program: each thread of 4 warps moves 16
 MAX_COLUMNS = 2048
@@ -66,14 +73,6 @@ def specjax_scatter_rows(pool_in: Any, index_ref: Any, rows_ref: Any, pool_ref: 
         store(pool_ref.at[layer, target, columns], finite_or_zero(values), mask=inside)
 
 
-def _is_addressed(pool: Array) -> bool:
-    """Whether a kernel's offsets can address the whole pool.
-
-    For pools of up to 4 GiB, the lowering counts elements with signed 32-bit offsets.
-    """
-    return pool.dtype.itemsize > 1 or pool.size < 2**31
-
-
 def _check(pool: Array, index: Array) -> None:
     if pool.ndim < 2 or index.ndim != 1:
         raise ValueError(f"pool {pool.shape} must be [L, N, ...] and index {index.shape} [W]")
@@ -84,7 +83,7 @@ def gather_rows(pool: Array, index: Array, *, implementation: str | None = None)
     implementation = resolve(implementation)
     _check(pool, index)
     shape = (pool.shape[0], index.shape[0], *pool.shape[2:])
-    if implementation == "xla" or 0 in shape or not _is_addressed(pool):
+    if implementation == "xla" or 0 in shape or not is_addressed(pool.size, pool.dtype):
         return pool[:, index]
     width = math.prod(pool.shape[2:])
     flat = triton_call(
@@ -114,7 +113,7 @@ def scatter_rows(
     wanted = (pool.shape[0], index.shape[0], *pool.shape[2:])
     if rows.shape != wanted or rows.dtype != pool.dtype:
         raise ValueError(f"rows {rows.dtype}{rows.shape} must be {pool.dtype}{wanted}")
-    if implementation == "xla" or 0 in rows.shape or not _is_addressed(pool):
+    if implementation == "xla" or 0 in rows.shape or not is_addressed(pool.size, pool.dtype):
         rows = finite_or_zero(rows)
         return pool.at[:, index].set(rows, mode="drop", unique_indices=True)
     width = math.prod(pool.shape[2:])
@@ -204,7 +203,8 @@ def move_kv(
             f"pool {pool.shape} must be [L, slots, 2, KV, H], source {source.shape} and "
             f"destination {destination.shape} both [B, A]"
         )
-    if implementation == "xla" or 0 in (pool.size, source.size):
+    is_empty = 0 in (pool.size, source.size)
+    if implementation == "xla" or is_empty or not is_addressed(pool.size, pool.dtype):
         return _move_reference(pool, source, destination)
     layers, num_slots = pool.shape[:2]
     batch, num_rows = source.shape

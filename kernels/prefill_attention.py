@@ -146,8 +146,10 @@ def specjax_prefill_attention(
                 key = jnp.maximum(key, jnp.maximum(first_position - window + 1, 0))
             page = table_ref[segment, jnp.minimum(key // page_size, table_ref.shape[1] - 1)]
             slot = page * page_size + key % page_size
-            k = [pool_ref[layer, slot, 0, head, part] for part in parts]
-            v = [pool_ref[layer, slot, 1, head, part] for part in parts]
+            k, v = (
+                [pool_ref[layer, slot, i, head, part].astype(q_ref.dtype) for part in parts]
+                for i in range(2)
+            )
             products = [row_dot(x, y, transpose=True) for x, y in zip(q, k, strict=True)]
             scores = base2_scores(sum(products[1:], products[0]), scale, softcap)
             if is_masked:
@@ -246,7 +248,7 @@ def prefill_attention(
     rows, heads, dim = q.shape
     group = heads // pool.shape[3]
     if tiles is None:
-        tiles = PrefillTiles.choose(tokens=rows, group=group, head_dim=dim, dtype=pool.dtype)
+        tiles = PrefillTiles.choose(tokens=rows, group=group, head_dim=dim, dtype=q.dtype)
     if not takes_head_dim(dim) or group > tiles.block_rows:
         raise NotImplementedError(
             f"the Pallas kernel supports head dims of multiples of 16 up to 256 (got {dim}) "

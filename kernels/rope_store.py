@@ -14,7 +14,14 @@ import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
 from specjax.kernels.add_norm import rms_norm, scaled, whole
-from specjax.kernels.backend import INVARIANT, power_of_two, resolve, spans, triton_call
+from specjax.kernels.backend import (
+    INVARIANT,
+    is_addressed,
+    power_of_two,
+    resolve,
+    spans,
+    triton_call,
+)
 
 # enough to give each of 132 multiprocessors several programs
 ENOUGH_PROGRAMS = 1024
@@ -40,12 +47,20 @@ def rotate(x: Array, cos: Array, sin: Array) -> Array:
     return jnp.concatenate(rotated, axis=-1).astype(x.dtype)
 
 
+def saturated(x: Array, dtype: jnp.dtype) -> Array:
+    """Cast keys or values to a pool's dtype; 8-bit floats saturate."""
+    if dtype.itemsize > 1:
+        return x.astype(dtype)
+    most = float(jnp.finfo(dtype).max)
+    return jnp.clip(x.astype(jnp.float32), -most, most).astype(dtype)
+
+
 def _reference(
     q: Any, k: Any, v: Any, cos: Any, sin: Any, pool: Any, layer: Any, slots: Any, norms: Any
 ) -> Any:
-    q, k, v = (whole(x, 4, pool.dtype) for x in (q, k, v))
+    q, k, v = (whole(x, 4, jnp.bfloat16) for x in (q, k, v))
     q, k = normed(q, k, norms)
-    stored = jnp.stack([rotate(k, cos, sin), v], axis=2)
+    stored = saturated(jnp.stack([rotate(k, cos, sin), v], axis=2), pool.dtype)
     return rotate(q, cos, sin), pool.at[layer, slots].set(stored)
 
 
@@ -93,8 +108,9 @@ def specjax_rope_store(
             ]
         for (x, y), (low, high) in zip(wide, pairs, strict=True):
             cos, sin = cos_ref[token, low], sin_ref[token, low]
-            ref[*at, low] = (x * cos - y * sin).astype(q_ref.dtype)
-            ref[*at, high] = (y * cos + x * sin).astype(q_ref.dtype)
+            turned = (x * cos - y * sin, low), (y * cos + x * sin, high)
+            for z, span in turned:
+                ref[*at, span] = saturated(z.astype(q_ref.dtype), ref.dtype)
 
     @pl.when(head < heads)
     def _() -> None:
@@ -108,8 +124,8 @@ def specjax_rope_store(
     def _() -> None:
         slot, at = slots_ref[token], head - heads - kv_heads
         for (x, y), (low, high) in zip(values, pairs, strict=True):
-            pool_ref[layer, slot, 1, at, low] = x
-            pool_ref[layer, slot, 1, at, high] = y
+            pool_ref[layer, slot, 1, at, low] = saturated(x, pool_ref.dtype)
+            pool_ref[layer, slot, 1, at, high] = saturated(y, pool_ref.dtype)
 
 
 def rope_store(
@@ -130,15 +146,15 @@ def rope_store(
     Writes in place if the caller donates ``pool``; otherwise XLA copies it first.
 
     Args:
-        q: ``[B, T, N, H]``, before norms and rotation. q, k and v all have the pool's dtype, or all
-            are float32 partial sums with a leading axis P.
+        q: ``[B, T, N, H]``, before norms and rotation. q, k and v all have the same dtype, or all
+            are float32 partial sums of bfloat16 products, with a leading axis P.
         k: ``[B, T, KV, H]``, before norms and rotation.
         v: ``[B, T, KV, H]``.
         cos: f32 ``[B, T, 1, H / 2]``.
         sin: f32 ``[B, T, 1, H / 2]``.
-        pool: ``[L, slots, 2, KV, H]``.
+        pool: ``[L, slots, 2, KV, H]``, in the dtype of q, k and v or in e4m3, which saturates.
         slots: i32 ``[B, T]``; if slots are equal (padding page), one of their tokens is kept.
-        norms: scales ``[H]`` of the RMS norms of each query and each key head, in the pool's dtype
+        norms: scales ``[H]`` of the RMS norms of each query and each key head, in the dtype of q
             or float32, and their epsilon; ``None`` skips them. The mean square is in float32.
         implementation: ``"invariant"`` has a program per token, so that the order of summation in
             a norm does not depend on the number of tokens.
@@ -163,7 +179,7 @@ def rope_store(
             "expected [B, T, N, H], [B, T, KV, H] twice, [B, T, 1, H / 2] twice, [B, T], "
             "[L, slots, 2, KV, H] and [H] twice"
         )
-    if implementation == "xla" or q.size == 0:
+    if implementation == "xla" or q.size == 0 or not is_addressed(pool.size, pool.dtype):
         return _reference(q, k, v, cos, sin, pool, layer, slots, norms)
     *lead, heads, dim = q.shape[-4:]
     # the three are parts of one matrix product, so XLA removes the split and the concatenation
@@ -177,7 +193,7 @@ def rope_store(
         partial(specjax_rope_store, block=block, eps=eps),
         grid=(pl.cdiv(tokens, block), columns),
         out_shape=(
-            jax.ShapeDtypeStruct((tokens, heads, dim), pool.dtype),
+            jax.ShapeDtypeStruct((tokens, heads, dim), q.dtype if q.ndim == 4 else jnp.bfloat16),
             jax.ShapeDtypeStruct(pool.shape, pool.dtype),
         ),
         num_warps=max(1, block // 8),

@@ -6,7 +6,8 @@ positions ``seq_len .. seq_len + U - 1``. A row sees every key before ``seq_len`
 that the mask selects. With a window W, a row sees no key W or more positions before its own. In a
 verified tree, all T rows are new keys. A tree level that is being drafted also sees the new keys of
 the levels above it. The pool is ``[L, slots, 2, KV, H]`` with adjacent keys and values of a token,
-so one store writes both. Page 0 is the padding page.
+so one store writes both. Its dtype is that of the queries or e4m3, whose values are converted where
+they are read. Page 0 is the padding page.
 """
 
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.experimental import pallas as pl
-from specjax.kernels.backend import resolve, spans, takes_head_dim, triton_call
+from specjax.kernels.backend import is_addressed, resolve, spans, takes_head_dim, triton_call
 
 # keys per step of "chunked"; with 256, a short context needs one step and no loop overhead
 CHUNK = 256
@@ -62,14 +63,14 @@ def _near(tree_mask: Array, window: int) -> Array:
 
 
 def _gather(
-    pool: Array, layer: int, page_table: Array, keys: Array, page_size: int
+    pool: Array, layer: int, page_table: Array, keys: Array, page_size: int, dtype: jnp.dtype
 ) -> tuple[Array, Array]:
     """Keys and values ``[B, C, KV, H]`` at positions ``keys [C]`` of each request."""
     num_slots = pool.shape[1]
     pages = page_table.at[:, keys // page_size].get(mode="fill", fill_value=0)
     slots = pages * page_size + keys % page_size
     # one index for layer and slot, because slicing out the layer first would copy it
-    rows = pool.reshape(-1, *pool.shape[2:])[layer * num_slots + slots]
+    rows = pool.reshape(-1, *pool.shape[2:])[layer * num_slots + slots].astype(dtype)
     return rows[:, :, 0], rows[:, :, 1]
 
 
@@ -113,7 +114,7 @@ def _dense_or_chunked(
     grouped = q.reshape(batch, rows, pool.shape[3], -1, dim)
 
     def scores_of(keys: Array) -> tuple[Array, Array]:
-        k, v = _gather(pool, layer, page_table, keys, page_size)
+        k, v = _gather(pool, layer, page_table, keys, page_size, q.dtype)
         visible = _visible(keys, seq_lens, tree_mask, rows, oldest)
         if oldest is not None:  # pages before all windows may belong to another request
             v = jnp.where(visible.any(axis=1)[:, :, None, None], v, 0)
@@ -215,13 +216,15 @@ def load_kv(
     head: Array,
     key: Array,
     size: int,
+    dtype: jnp.dtype,
     span: Any = slice(None),
 ) -> tuple[Array, Array]:
     """Keys and values ``[C, H]`` at positions ``key [C]`` of a request; ``size`` is the page's."""
     pages = table_ref.shape[1]
     page = table_ref[request, jnp.minimum(key // size, pages - 1)]
     slot = jnp.where(key // size < pages, page, 0) * size + key % size
-    return pool_ref[layer, slot, 0, head, span], pool_ref[layer, slot, 1, head, span]
+    k, v = (pool_ref[layer, slot, i, head, span].astype(dtype) for i in range(2))
+    return k, v
 
 
 def base2_scores(sums: Array, scale: float, softcap: float | None) -> Array:
@@ -303,7 +306,7 @@ def specjax_tree_attention(
         key = jnp.minimum(position, total - 1)
         if window is not None:  # pages before all windows may belong to another request
             key = jnp.maximum(key, begin)
-        where = (pool_ref, layer, table_ref, request, head, key, page_size)
+        where = (pool_ref, layer, table_ref, request, head, key, page_size, q_ref.dtype)
         loaded = [load_kv(*where, part) for part in parts]
         products = [row_dot(x, k, transpose=True) for x, (k, _) in zip(q, loaded, strict=True)]
         scores = base2_scores(sum(products[1:], products[0]), scale, softcap)
@@ -388,6 +391,8 @@ def check_heads(q: Array, pool: Array, ndim: int) -> None:
             f"the number of query heads ({heads}) must be a multiple of the number of KV heads "
             f"({pool.shape[3]})"
         )
+    if not is_addressed(pool.size, pool.dtype):
+        raise ValueError(f"pool {pool.dtype}{pool.shape} must not take 2 to 4 GiB; see kv_pool")
 
 
 def tree_attention(
@@ -480,7 +485,7 @@ def tree_attention(
             kv_heads=kv_heads,
             rows=rows * group,
             context=context if window is None else min(context, window + num_new),
-            dtype=pool.dtype,
+            dtype=q.dtype,
         )
     row_tiles = -(-rows * group // tiles.block_rows)
     shape = (batch, kv_heads, tiles.num_splits, row_tiles * tiles.block_rows)

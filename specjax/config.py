@@ -8,6 +8,8 @@ import jax.numpy as jnp
 from specjax.checks import check_integer, check_number
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
+# of KV pools that do not have the dtype of activations, by SGLang's names
+KV_DTYPES = {"fp8_e4m3": jnp.float8_e4m3fn}
 # of quantised matrices
 QUANTISED = {"fp8": jnp.float8_e4m3fn, "int8": jnp.int8, "int4": jnp.int4}
 
@@ -153,6 +155,7 @@ class TransformerConfig:
     activation: str = "silu"
     max_position_embeddings: int = 2048
     dtype: str = "float32"
+    kv_cache_dtype: str = "auto"  # as dtype, or a key of KV_DTYPES
     quantization: Quantization | None = None
 
     def __post_init__(self) -> None:
@@ -178,7 +181,8 @@ class TransformerConfig:
     @property
     def dtypes(self) -> Dtypes:
         plain = jnp.dtype(DTYPES[self.dtype])
-        return Dtypes(self.quantization, plain, plain)
+        kv = jnp.dtype(KV_DTYPES.get(self.kv_cache_dtype, plain))
+        return Dtypes(self.quantization, plain, kv)
 
     @property
     def rope(self) -> Rope:

@@ -44,6 +44,7 @@ SETTINGS = (
     "dtype",
     "quantization",
     "quantize_activations",
+    "kv_cache_dtype",
 )
 REPEATS = 5
 PROFILED_DISPATCHES = 5
@@ -101,6 +102,7 @@ def parse_arguments(name: str, argv: Sequence[str]) -> Namespace:
     add("--dtype", default="bfloat16", help="dtype of weights and KV (default: bfloat16)")
     add("--quantization", help="fp8, int8 or int4 matrices (default: as --dtype)")
     add("--quantize-activations", action="store_true", help="round inputs of products to 8 bits")
+    add("--kv-cache-dtype", default="auto", help="fp8_e4m3 (default: as --dtype)")
     add("--simulate-acceptance", type=float, help="probability that a draft is accepted")
     add("--profile", action="store_true", help="also list the kernels of a round")
     add("--output", type=Path, help="file to append one JSON line per row to")
@@ -112,8 +114,8 @@ def floor_bytes(engine: Engine, steps: int, tokens: int) -> int:
     nets = engine.runner.networks
 
     def read(flat: Any, config: Any) -> int:
-        pool = kv_pool(config, tokens)
-        return pool.size * pool.dtype.itemsize + sum(
+        pool = kv_pool(config, 1)
+        return tokens * pool.size * pool.dtype.itemsize + sum(
             leaf.size * dtype_bits(leaf.dtype) // 8
             for name, leaf in zip(flat.names, flat.abstract, strict=True)
             # only one row per token is read from an untied embedding table

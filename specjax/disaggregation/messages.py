@@ -134,7 +134,8 @@ MAX_RANK = 8
 
 _NAMES = "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64"
 DTYPES = {name: np.dtype(name).newbyteorder("<") for name in _NAMES.split()}
-DTYPES["bfloat16"] = np.dtype(ml_dtypes.bfloat16)  # always in the host's byte order
+for _name in ("bfloat16", "float8_e4m3fn"):  # always in the host's byte order
+    DTYPES[_name] = np.dtype(getattr(ml_dtypes, _name))
 
 AnyMessage = Message | Open | Taken
 Frame = bytes | memoryview

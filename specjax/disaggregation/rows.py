@@ -44,8 +44,7 @@ def token_axes(runner: ModelRunner) -> tuple[int | None, ...]:
         target: Any = kv_pool(nets.target_config, num_kv)
         return jax.tree.leaves(KVPools(target=target, draft=draft))
 
-    num_kv = config.sizes.num_kv
-    pairs = zip(leaves(num_kv), leaves(num_kv + 1), strict=True)
+    pairs = zip(leaves(1), leaves(2), strict=True)
     return tuple(
         next((i for i, (a, b) in enumerate(zip(one.shape, two.shape, strict=True)) if a != b), None)
         for one, two in pairs

@@ -13,7 +13,7 @@ from msgspec import Meta
 
 from specjax.adaptive.config import AdaptiveConfig, load_adaptive_config
 from specjax.checks import Natural, Positive, annotations, convert, is_integer, refused
-from specjax.config import MAX_STEPS, QUANTISED
+from specjax.config import KV_DTYPES, MAX_STEPS, QUANTISED
 from specjax.disaggregation.address import check_secret
 from specjax.sampling.accept_draws import Acceptance
 from specjax.speculative.algorithm import CustomSpecAlgo, SpeculativeAlgorithm
@@ -29,6 +29,7 @@ CHOICES: dict[str, tuple[str | None, ...]] = {
     "disaggregation_mode": (None, "prefill", "decode"),
     "dtype": ("auto", "float32", "bfloat16"),
     "grammar_backend": (None, "llguidance"),
+    "kv_cache_dtype": ("auto", *KV_DTYPES),
     "load_format": ("auto", "dummy"),
     "logprobs_mode": ("raw", "processed"),
     "quantization": (None, *QUANTISED),
@@ -60,7 +61,6 @@ _NAMES = {
     "set HF_HOME in the environment": "download_dir",
     "an engine runs on one GPU; base_gpu_id chooses it": "tp_size tensor_parallel_size dp_size "
     "data_parallel_size pp_size pipeline_parallel_size",
-    "KV is float32 or bfloat16": "kv_cache_dtype",
     "code in a checkpoint never runs": "trust_remote_code",
     "rounds are always compiled": "disable_cuda_graph enforce_eager",
     "the device decides": "attention_backend",
@@ -152,6 +152,9 @@ class EngineArgs:
         quantize_activations: also round the inputs of products to 8 bits, a scale per row, for fp8
             and int8 with scales per output channel. From 64 rows on, products are then faster.
             Default: activations keep ``dtype``, whatever the checkpoint states.
+        kv_cache_dtype: ``"fp8_e4m3"`` stores keys and values of the target and the draft in 8 bits,
+            without scales, in half the memory of bfloat16. On a GPU, it needs compute capability
+            8.9 or later. ``"auto"``: as ``dtype``.
         context_length: maximum tokens of prompt plus completion. Default: the model's limit.
         page_size: tokens per KV page.
         max_running_requests: requests decoded at once. Default: 4 on a CPU, 32 on a GPU.
@@ -232,6 +235,7 @@ class EngineArgs:
     dtype: str = "auto"
     quantization: str | None = None
     quantize_activations: bool = False
+    kv_cache_dtype: str = "auto"
     context_length: Positive | None = None
     page_size: Positive = 16
     max_running_requests: Positive | None = None

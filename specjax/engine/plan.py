@@ -11,7 +11,7 @@ from typing import Any
 from specjax.adaptive import AdaptiveController
 from specjax.checkpoints import TargetCheckpoint, open_target
 from specjax.checkpoints.checkpoint import Checkpoint
-from specjax.config import BlockConfig, ModelConfig
+from specjax.config import BlockConfig, ModelConfig, TransformerConfig
 from specjax.disaggregation.decode import TRANSIT_TOKENS
 from specjax.engine.args import EngineArgs
 from specjax.kernels.invariant_attention import HEAD_DIMS, MAX_ROWS
@@ -33,6 +33,8 @@ MEMORY_GRANULE = 2**28
 IDLE_CHUNK = 8192
 # the same for models with windows and few slots
 LEAST_IDLE_CHUNK = 2048
+# from which on GPUs convert 8-bit floats
+LEAST_8BIT_CAPABILITY = 8.9
 # rows of the smallest tier that the budget policy also runs packed
 LEAST_PACKED_NODES = 5
 # On a GPU, packed rounds need weights of this size. Smaller models gain nothing, and confidences of
@@ -91,6 +93,7 @@ class EnginePlan:
             )
         kind, windows = self.networks.placement.device.device_kind, ""
         weights = target.config.quantization or target.config.dtype
+        kv = "" if self.args.kv_cache_dtype == "auto" else f" of {self.args.kv_cache_dtype}"
         if config.num_window_pages:
             windows = f", and {config.num_window_pages - 1} pages for layers with a window"
         return [
@@ -99,7 +102,7 @@ class EnginePlan:
             f"context length {self.context_length} tokens, up to {config.num_slots - 1} running "
             f"requests, batch buckets {list(config.batch_buckets)}",
             f"{target.name} ({weights}) on {kind}: weights "
-            f"{self.needs.weight_bytes / 1e9:.2f} GB, KV {self.kv_bytes / 1e9:.2f} GB: "
+            f"{self.needs.weight_bytes / 1e9:.2f} GB, KV {self.kv_bytes / 1e9:.2f} GB{kv}: "
             f"{config.num_pages - 1} pages of {config.page_size} tokens, {config.max_total_tokens} "
             f"tokens{windows}; temporary memory up to {self.needs.temporary_bytes / 1e9:.2f} GB",
         ]
@@ -142,6 +145,16 @@ def check_deterministic(config: ModelConfig, placement: Placement) -> None:
         raise ValueError(f"enable_deterministic_inference=True {reason}")
 
 
+def check_kv_dtype(kind: str, placement: Placement) -> None:
+    """Raise ValueError if kernels on a GPU cannot convert the values of a ``kv_cache_dtype``."""
+    found = getattr(placement.device, "compute_capability", LEAST_8BIT_CAPABILITY)
+    if kind != "auto" and float(found) < LEAST_8BIT_CAPABILITY:
+        raise ValueError(
+            f"kv_cache_dtype={kind!r} needs compute capability {LEAST_8BIT_CAPABILITY} or later; "
+            f"{placement.device.device_kind} has {found}"
+        )
+
+
 def quantised(drafts: Sequence[Any], args: EngineArgs) -> tuple[Any, ...]:
     """Quantise the matrices of draft heads and models; all other drafts stay as they are."""
 
@@ -180,9 +193,13 @@ def plan_engine(args: EngineArgs) -> EnginePlan:
     context_length = target.config.context_length(args.context_length)
     if args.enable_deterministic_inference:
         check_deterministic(target.config.within(context_length), placement)
+    check_kv_dtype(args.kv_cache_dtype, placement)
+    draft = drafts[0].config if drafts else None
+    if isinstance(draft, TransformerConfig):
+        draft = replace(draft, kv_cache_dtype=args.kv_cache_dtype)
     networks = args.algorithm.networks(
-        target.config.within(context_length),
-        drafts[0].config if drafts else None,
+        replace(target.config.within(context_length), kv_cache_dtype=args.kv_cache_dtype),
+        draft,
         deterministic=args.enable_deterministic_inference,
         placement=placement,
     )

@@ -4,6 +4,7 @@ An algorithm defines how tokens are drafted. All algorithms share verification, 
 scheduling and the compiled rounds. The shared code does not depend on the algorithm.
 """
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from specjax.config import MAX_STEPS, ModelConfig
-from specjax.kernels.backend import INVARIANT
+from specjax.kernels.backend import INVARIANT, is_addressed
 from specjax.kv.pages import PagedAttend, PageView, Segments
 from specjax.models.decoder import CausalLM
 from specjax.models.flat import FlatModel, Networks, Placement
@@ -378,9 +379,15 @@ if not TYPE_CHECKING:  # registry imports this module, and authors import only f
 
 
 def kv_pool(config: Any, num_kv: int) -> jax.ShapeDtypeStruct:
-    """Shape ``[L, num_kv, 2, KV, H]`` and dtype of the KV pool of a network."""
-    shape = (config.num_layers, num_kv, 2, config.num_kv_heads, config.head_dim)
-    return jax.ShapeDtypeStruct(shape, jnp.dtype(config.dtypes.kv))
+    """Shape ``[L, num_kv, 2, KV, H]`` and dtype of the KV pool of a network.
+
+    A pool that kernels could not address has unused KV indices, which make it larger.
+    """
+    layers, *rest = config.num_layers, 2, config.num_kv_heads, config.head_dim
+    width, dtype = layers * math.prod(rest), jnp.dtype(config.dtypes.kv)
+    if not is_addressed(num_kv * width, dtype):
+        num_kv = 2**32 // width + 1
+    return jax.ShapeDtypeStruct((layers, num_kv, *rest), dtype)
 
 
 def target_pool(

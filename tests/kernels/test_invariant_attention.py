@@ -48,6 +48,16 @@ def test_tree_attention_equals_brute_force(implementation, case, dtype, tree):
 
 
 @pytest.mark.parametrize("implementation", RUNS)
+def test_pools_of_8_bit_floats(implementation):
+    q, pool, table, lens, mask, page_size = make_case(CASES[2], "bfloat16", True)
+    pool = pool.astype(jnp.float8_e4m3fn)
+    form = {"page_size": page_size, "implementation": implementation}
+    out = invariant_tree_attention(q, pool, 1, table, lens, mask, **form)
+    expected = brute_force(q, pool, table, lens, mask, page_size)
+    assert relative_error(out, expected) < BOUNDS["bfloat16"]
+
+
+@pytest.mark.parametrize("implementation", RUNS)
 # the last case has a head dim that these kernels do not take
 @pytest.mark.parametrize("case", prefill_cases.CASES[:-1], ids=str)
 def test_prefill_attention_equals_the_reference(implementation, case):

@@ -50,6 +50,11 @@ INTERPRET = partial(prefill_attention, implementation="interpret")
 FORMS = pytest.mark.parametrize(
     "function", [REFERENCE, CHUNKED, INTERPRET], ids=["reference", "chunked", "interpret"]
 )
+FORMS_AND_GPU = pytest.mark.parametrize(
+    "function",
+    [REFERENCE, CHUNKED, INTERPRET, pytest.param(PALLAS, marks=pytest.mark.gpu)],
+    ids=["reference", "chunked", "interpret", "gpu"],
+)
 BOUNDS = {"float32": 1e-5, "bfloat16": 2e-2}
 
 
@@ -145,6 +150,13 @@ def compare(call, case, dtype, arguments, **options):
 @FORMS
 def test_equals_brute_force(function, case, dtype):
     check(function, case, dtype)
+
+
+@FORMS_AND_GPU
+def test_pools_of_8_bit_floats(function):
+    q, pool, *rest = make_case(CASES[2], "bfloat16")
+    pool = pool.astype(jnp.float8_e4m3fn)
+    compare(jitted(function, CASES[2]), CASES[2], "bfloat16", (q, pool, *rest))
 
 
 # a window of one key, within a tile, over several blocks of keys, and over all

@@ -75,6 +75,24 @@ def check(case, dtype, run):
     np.testing.assert_array_equal(np.asarray(after)[[0, 2]], before[[0, 2]])
 
 
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("dtype", BOUNDS)
+def test_8_bit_floats_saturate(dtype, run):
+    q, k, v, cos, sin, pool, slots = make_case(GPU_CASES[-1], dtype)
+    k, v = 200 * k, 200 * v
+    pool = pool.astype(jnp.float8_e4m3fn)
+    call = jax.jit(lambda *args: rope_store(*args[:6], 1, args[6], **run))
+    out, after = call(q, k, v, cos, sin, pool, slots)
+    assert (out.dtype, after.dtype) == (q.dtype, pool.dtype)
+    at = np.asarray(slots)
+    live, stored = at > 0, np.asarray(after[1]).astype(np.float64)
+    expected = np.stack([turned(k, cos, sin), np.asarray(v, np.float64)], axis=2)[live]
+    assert (np.abs(expected) > 500).any()
+    expected = np.clip(expected, -448, 448)
+    # three bits after the leading one, and in bfloat16 keys are rounded to eight bits before
+    np.testing.assert_allclose(stored[at[live]], expected, rtol=2**-4 + 2**-8, atol=2**-9)
+
+
 EPS = 0.1  # large, so that it matters
 
 

@@ -35,6 +35,11 @@ INTERPRET = partial(tree_attention, implementation="interpret")
 FORMS = pytest.mark.parametrize(
     "function", [REFERENCE, CHUNKED, INTERPRET], ids=["reference", "chunked", "interpret"]
 )
+FORMS_AND_GPU = pytest.mark.parametrize(
+    "function",
+    [REFERENCE, CHUNKED, INTERPRET, pytest.param(PALLAS, marks=pytest.mark.gpu)],
+    ids=["reference", "chunked", "interpret", "gpu"],
+)
 BOUNDS = {"float32": 1e-5, "bfloat16": 2e-2}
 
 
@@ -102,9 +107,10 @@ def relative_error(out, expected):
     return np.abs(np.asarray(out, np.float64) - expected).max() / np.abs(expected).max()
 
 
-def check(function, case, dtype, tree, level=None, window=None):
+def check(function, case, dtype, tree, level=None, window=None, pool_dtype=None):
     """With ``level``, only the last ``level`` rows are queries; they attend over all new keys."""
     q, pool, table, lens, mask, page_size = make_case(case, dtype, tree)
+    pool = pool.astype(pool_dtype or dtype)
     if level is not None:
         q, mask = q[:, -level:], mask[:, -level:]
     expected = brute_force(q, pool, table, lens, mask, page_size, window=window)
@@ -130,6 +136,12 @@ def check(function, case, dtype, tree, level=None, window=None):
 @FORMS
 def test_equals_brute_force(function, case, dtype, tree):
     check(function, case, dtype, tree)
+
+
+@pytest.mark.parametrize("tree", [False, True])
+@FORMS_AND_GPU
+def test_pools_of_8_bit_floats(function, tree):
+    check(function, CASES[2], "bfloat16", tree, pool_dtype=jnp.float8_e4m3fn)
 
 
 @pytest.mark.gpu
