@@ -25,6 +25,7 @@ from specjax.kernels.tree_attention import (
     NEGATIVE,
     check_heads,
     empty_sums,
+    for_products,
     load_kv,
     row_dot,
 )
@@ -97,7 +98,7 @@ def specjax_invariant_shared(
 
     @pl.when(share < num_blocks)
     def _() -> None:
-        q = q_ref[request, row // group, head * group + row % group, :]
+        q = for_products(q_ref[request, row // group, head * group + row % group, :], pool_ref)
         nothing = empty_sums(block_rows, q.shape[1])
 
         def add_block(i: Array, sums: Sums) -> Sums:
@@ -147,7 +148,7 @@ def specjax_invariant_own(
     block_rows = max(MIN_ROWS, power_of_two(group))
     member = jnp.arange(block_rows, dtype=jnp.int32) % group
     row = token * group + member
-    q = q_ref[request, token, head * group + member, :]
+    q = for_products(q_ref[request, token, head * group + member, :], pool_ref)
     shared = seq_len // BLOCK
     end = seq_len + (path_refs[0][request, token] if path_refs else token + 1)
 
@@ -177,7 +178,8 @@ def specjax_invariant_own(
     sums = empty_sums(block_rows, q.shape[1])
     sums = jax.lax.fori_loop(0, pl.cdiv(num_sums, KEPT_PER_STEP), add_kept, sums)
     _, total, mixed = jax.lax.fori_loop(shared, pl.cdiv(end, BLOCK), step, sums)
-    out_ref[request, token, head * group + member, :] = (mixed / total[:, None]).astype(q.dtype)
+    out = (mixed / total[:, None]).astype(out_ref.dtype)
+    out_ref[request, token, head * group + member, :] = out
 
 
 def specjax_invariant_prefill(
@@ -203,7 +205,7 @@ def specjax_invariant_prefill(
         row = jnp.arange(block_rows, dtype=jnp.int32) % (block_rows // group * group)
         token = jnp.minimum(row // group, tokens - 1)
         member = head * group + row % group
-        q = q_ref[first_row + token, member, :]
+        q = for_products(q_ref[first_row + token, member, :], pool_ref)
         begin = end - tokens
 
         def step(i: Array, sums: Sums, *, is_masked: bool) -> Sums:

@@ -22,6 +22,7 @@ from specjax.kernels.tree_attention import (
     base2_scores,
     check_heads,
     empty_sums,
+    for_products,
     row_dot,
     tree_attention,
     with_sinks,
@@ -133,7 +134,7 @@ def specjax_prefill_attention(
         row = jnp.arange(tiles.block_rows) % (tiles.block_rows // group * group)
         token = jnp.minimum(row // group, tokens - 1)
         member = head * group + row % group
-        q = [q_ref[first_row + token, member, part] for part in parts]
+        q = [for_products(q_ref[first_row + token, member, part], pool_ref) for part in parts]
         first_position = total - tokens
 
         def step(i: Array, carry: tuple[Array, ...], *, is_masked: bool) -> tuple[Array, ...]:
@@ -147,7 +148,7 @@ def specjax_prefill_attention(
             page = table_ref[segment, jnp.minimum(key // page_size, table_ref.shape[1] - 1)]
             slot = page * page_size + key % page_size
             k, v = (
-                [pool_ref[layer, slot, i, head, part].astype(q_ref.dtype) for part in parts]
+                [pool_ref[layer, slot, i, head, part].astype(q[0].dtype) for part in parts]
                 for i in range(2)
             )
             products = [row_dot(x, y, transpose=True) for x, y in zip(q, k, strict=True)]

@@ -208,6 +208,18 @@ def empty_sums(rows: int, *sizes: int) -> tuple[Array, ...]:
     return lowest, jnp.zeros((rows,), jnp.float32), *sums
 
 
+def for_products(q: Array, pool_ref: Any) -> Array:
+    """Queries in the dtype of products with keys from a pool.
+
+    A GPU converts e4m3 to float16, which holds all of its values, in a quarter of the instructions
+    that bfloat16 takes: these limit attention over long contexts.
+    """
+    if q.dtype != jnp.bfloat16 or pool_ref.dtype == q.dtype:
+        return q
+    most = float(jnp.finfo(jnp.float16).max)
+    return jnp.clip(q.astype(jnp.float32), -most, most).astype(jnp.float16)
+
+
 def load_kv(
     pool_ref: Any,
     layer: Array,
@@ -274,7 +286,7 @@ def specjax_tree_attention(
     row = tile * tiles.block_rows + jnp.arange(tiles.block_rows)
     # rows after the last one repeat the first ones: they store the same values to the same slots
     token, member = row % (rows * group) // group, head * group + row % group
-    q = [q_ref[request, token, member, part] for part in parts]
+    q = [for_products(q_ref[request, token, member, part], pool_ref) for part in parts]
     words = []
     if "words" in inputs:
         words_ref = inputs["words"]
@@ -306,7 +318,7 @@ def specjax_tree_attention(
         key = jnp.minimum(position, total - 1)
         if window is not None:  # pages before all windows may belong to another request
             key = jnp.maximum(key, begin)
-        where = (pool_ref, layer, table_ref, request, head, key, page_size, q_ref.dtype)
+        where = (pool_ref, layer, table_ref, request, head, key, page_size, q[0].dtype)
         loaded = [load_kv(*where, part) for part in parts]
         products = [row_dot(x, k, transpose=True) for x, (k, _) in zip(q, loaded, strict=True)]
         scores = base2_scores(sum(products[1:], products[0]), scale, softcap)

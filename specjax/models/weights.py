@@ -109,8 +109,13 @@ def dot(
     return jnp.matmul(x, kernel, precision=precision, preferred_element_type=out)
 
 
-def dot_transposed(x: Array, table: Array, implementation: str | None = None) -> Array:
-    """Float32 ``x [..., in] @ table [out, in].T``."""
+def dot_transposed(
+    x: Array,
+    table: Array,
+    implementation: str | None = None,
+    out_dtype: jnp.dtype | type = jnp.float32,
+) -> Array:
+    """``x [..., in] @ table [out, in].T``, summed in float32."""
     if implementation in INVARIANT:
         return ordered_sum(_invariant_sums(x, table, implementation, is_transposed=True))
     return jax.lax.dot_general(
@@ -118,7 +123,7 @@ def dot_transposed(x: Array, table: Array, implementation: str | None = None) ->
         table,
         (((x.ndim - 1,), (1,)), ((), ())),
         precision=precision_for(x.dtype),
-        preferred_element_type=jnp.float32,
+        preferred_element_type=out_dtype,
     )
 
 
@@ -133,14 +138,18 @@ MAX_FUSED_ROWS = 512
 def _quantised_sums(x: Array, kernel: QuantArray) -> Array:
     """Partial sums f32 ``[P, ..., out]`` of a product with ``x [..., in]``."""
     values, format, (parts, _, size) = kernel.values, kernel.format, kernel.values.shape
+    num_rows = x.size // x.shape[-1]
     if format.group is None:
         factor = kernel.scale[0, :, 0]
+        # writing and reading sums of many rows in float32 takes a tenth of a prefill
+        wide = jnp.float32 if num_rows <= MAX_FUSED_ROWS else x.dtype
         if not format.rounds_activations:
-            return (dot_transposed(x, values[0].astype(x.dtype)) * factor)[None]
+            sums = dot_transposed(x, values[0].astype(x.dtype), out_dtype=wide)
+            return (sums.astype(jnp.float32) * factor)[None]
         rounded, row_scale = round_rows(x, format.dtype)
-        if x.size // x.shape[-1] >= LEAST_8BIT_ROWS:
+        if num_rows >= LEAST_8BIT_ROWS:
             is_float = jnp.issubdtype(format.dtype, jnp.floating)
-            out = jnp.float32 if is_float else jnp.int32
+            out = wide if is_float else jnp.int32
             axes = (((x.ndim - 1,), (1,)), ((), ()))
             # by default, cuBLAS adds up 8-bit floats in fewer bits than float32
             exact = jax.lax.Precision.HIGHEST if is_float else None
