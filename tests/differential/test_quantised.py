@@ -1,4 +1,4 @@
-"""Quantised targets: engines with drafts produce the tokens of plain decoding."""
+"""Quantised targets and KV: engines with drafts produce the tokens of plain decoding."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,12 @@ from .trial import Reference, Trial
 FORMATS: dict[str, Options] = {
     "fp8": {"quantization": "fp8"},
     "fp8 activations": {"quantization": "fp8", "quantize_activations": True},
-    "int8 activations": {"quantization": "int8", "quantize_activations": True},
+    # the products of integers are exact, so that no key or value is rounded another way
+    "int8 activations": {
+        "quantization": "int8",
+        "quantize_activations": True,
+        "kv_cache_dtype": "fp8_e4m3",
+    },
     "int4": {"quantization": "int4"},
 }
 ROWS: list[tuple[str, Row]] = [

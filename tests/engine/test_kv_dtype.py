@@ -1,0 +1,85 @@
+"""Keys and values of 8-bit floats."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specjax import SamplingParams
+from specjax.config import ModelConfig
+from specjax.engine.args import EngineArgs
+from specjax.engine.plan import check_kv_dtype, plan_engine
+from specjax.kernels.backend import is_addressed
+from specjax.kernels.tree_attention import tree_attention
+from specjax.speculative.algorithm import kv_pool
+from specjax.testing import Files
+
+PROMPT = [5, 9, 11, 40, 2, 7] * 4
+GREEDY = SamplingParams(temperature=0.0, max_new_tokens=12, ignore_eos=True)
+
+
+def test_pools_take_a_quarter_of_float32(files: Files) -> None:
+    """Of target and draft; the log-probabilities of the prompt change little, but do change."""
+    found = []
+    for kind in ("auto", "fp8_e4m3"):
+        with files.engine(dtype="float32", kv_cache_dtype=kind, max_total_tokens=128) as engine:
+            pools = jax.tree.leaves(engine.runner.on_device.pools)
+            call: dict[str, Any] = {"input_ids": PROMPT, "sampling_params": GREEDY}
+            meta = engine.generate(**call, return_logprob=True, logprob_start_len=0)["meta_info"]
+            values = np.array([x for x, *_ in meta["input_token_logprobs"][1:]])
+            assert engine.get_server_info()["kv_cache_dtype"] == kind
+            found.append((values, sum(x.nbytes for x in pools)))
+            assert ({x.dtype for x in pools} == {jnp.dtype(jnp.float8_e4m3fn)}) == (kind != "auto")
+    (plain, plain_bytes), (rounded, rounded_bytes) = found
+    assert 4 * rounded_bytes == plain_bytes
+    assert 1e-4 < np.abs(plain - rounded).max() < 0.1
+
+
+def test_the_plan_names_the_dtype(files: Files) -> None:
+    plan = plan_engine(EngineArgs(**files.arguments(kv_cache_dtype="fp8_e4m3")))
+    assert " GB of fp8_e4m3: " in " ".join(plan.describe())
+
+
+def test_refusals() -> None:
+    wrong = "kv_cache_dtype='fp8_e5m2' must be 'auto' or 'fp8_e4m3'"
+    with pytest.raises(ValueError, match=wrong):
+        EngineArgs(kv_cache_dtype="fp8_e5m2")
+    for capability, is_refused in (("8.0", True), ("8.9", False), ("10.0", False)):
+        device = SimpleNamespace(compute_capability=capability, device_kind="a GPU")
+        place: Any = SimpleNamespace(device=device)
+        check_kv_dtype("auto", place)
+        if is_refused:
+            with pytest.raises(ValueError, match=r"needs compute capability 8\.9 or .* has 8\.0"):
+                check_kv_dtype("fp8_e4m3", place)
+        else:
+            check_kv_dtype("fp8_e4m3", place)
+
+
+@pytest.mark.parametrize("num_kv", [32767, 32768, 32769, 50000, 65536, 65537])
+def test_kernels_can_address_every_pool(num_kv: int) -> None:
+    """In kernels, an offset into an array of up to 4 GiB has 32 bits and a sign."""
+    config = ModelConfig(
+        model_type="llama",
+        vocab_size=100,
+        hidden_size=4096,
+        intermediate_size=100,
+        num_layers=32,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        kv_cache_dtype="fp8_e4m3",
+    )
+    pool = kv_pool(config, num_kv)
+    assert is_addressed(pool.size, pool.dtype)
+    assert pool.shape[1] == (num_kv if num_kv <= 32768 or num_kv > 65536 else 65537)
+    q = jax.ShapeDtypeStruct((1, 1, 32, 128), jnp.bfloat16)
+    ints = jax.ShapeDtypeStruct((1,), jnp.int32)
+    unpadded = pool.update(shape=(32, 40000, 2, 8, 128))
+    with pytest.raises(ValueError, match="must not take 2 to 4 GiB"):
+        jax.eval_shape(
+            lambda *x: tree_attention(x[0], x[1], 0, x[2], x[3], None, page_size=16),
+            *(q, unpadded, jax.ShapeDtypeStruct((1, 4), jnp.int32), ints),
+        )
