@@ -45,7 +45,8 @@ class Checkpoint(Generic[C]):
             format = replace(format, rounds_activations=rounds_activations)
         return replace(self, config=replace(self.config, quantization=format))
 
-    def _source(self) -> TensorSource:
+    def source(self) -> TensorSource:
+        """The tensors on disk, quantised if the configuration is and they are not."""
         return quantised_source(self._open_source(), self.recipes(), self.config.quantization)
 
     def describe(self) -> str:
@@ -54,14 +55,14 @@ class Checkpoint(Generic[C]):
 
     def check_weights(self) -> None:
         """Raise ValueError if names, shapes or dtypes on disk do not fit the configuration."""
-        self._checked_recipes(self._source())
+        self._checked_recipes(self.source())
 
     def load_weights(self) -> dict[str, np.ndarray]:
         """Load all weights by the model's names, in ``config.dtype`` (``d2t`` in int32).
 
         Raises ValueError if a tensor cannot be read, or as :meth:`check_weights` does.
         """
-        source = self._source()
+        source = self.source()
         recipes, dtype = self._checked_recipes(source), self.config.dtypes.activations
 
         def make(recipe: Recipe) -> np.ndarray:

@@ -1,9 +1,10 @@
-"""Write drafts, and configurations of targets, in published formats."""
+"""Write drafts, targets in FP8, and configurations of targets in published formats."""
 
 import dataclasses
 import json
 import math
 import os
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -15,9 +16,16 @@ from safetensors.numpy import save
 
 from specjax.checkpoints.block import block_config
 from specjax.checkpoints.huggingface import draft_config
+from specjax.checkpoints.target import open_target
 from specjax.checkpoints.tensors import SAFETENSORS_INDEX, TensorInfo, TensorSource
 from specjax.checks import check_integer
-from specjax.config import BlockConfig, DraftConfig, ModelConfig, TransformerConfig
+from specjax.config import (
+    BlockConfig,
+    DraftConfig,
+    ModelConfig,
+    Quantization,
+    TransformerConfig,
+)
 from specjax.models.block import block_recipes
 from specjax.models.family import Recipes, draft_recipes
 
@@ -71,6 +79,62 @@ def export_draft(
     for stale in (*directory.glob("model*.safetensors"), directory / SAFETENSORS_INDEX):
         stale.unlink(missing_ok=True)
     (directory / "config.json").write_text(text, encoding="utf-8")
+    _write_shards(directory, tensors, max_shard_bytes)
+
+
+def export_fp8(
+    path: str | os.PathLike[str],
+    model: str | os.PathLike[str],
+    *,
+    max_shard_bytes: int = 4 * 1024**3,
+) -> None:
+    """Write a target with FP8 matrices, in the format of compressed-tensors.
+
+    Values and scales are those of an engine with ``quantization="fp8"``, which loads the files in
+    an eighth of the time. Rows of activations have dynamic scales in other engines. The output head
+    stays whole, as in published files. All weights must fit into the host's memory.
+
+    Args:
+        path: new or empty directory.
+        model: Hugging Face directory or repository id of whole weights.
+        max_shard_bytes: maximum size of a file; a larger tensor gets its own file.
+
+    Raises:
+        ValueError: if ``path`` has files, or if the model is not such a directory.
+    """
+    check_integer("max_shard_bytes", max_shard_bytes, 1)
+    target, directory = open_target(model), Path(path)
+    described = target.path / "config.json"
+    body = json.loads(described.read_text("utf-8")) if described.is_file() else {}
+    if target.config.quantization is not None or not body or "text_config" in body:
+        raise ValueError(
+            f"model={os.fspath(model)!r} must be a directory with the whole weights of a text model"
+        )
+    if directory.exists() and any(directory.iterdir()):
+        raise ValueError(f"path={os.fspath(path)!r} must be a new or an empty directory")
+    format = Quantization("fp8", plain=("lm_head",))
+    config = dataclasses.replace(target.config, quantization=format)
+    source = dataclasses.replace(target, config=config).source()
+    tensors = {name: np.ascontiguousarray(source.read(name)) for name in source.infos}
+    float8 = {"num_bits": 8, "type": "float", "symmetric": True}
+    scheme = {
+        "targets": ["Linear"],
+        "weights": float8 | {"strategy": "channel", "dynamic": False},
+        "input_activations": float8 | {"strategy": "token", "dynamic": True},
+    }
+    body["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": scheme},
+        "ignore": ["lm_head"],
+    }
+    directory.mkdir(parents=True, exist_ok=True)
+    for pattern in ("*.json", "*.jinja", "*.model", "*.txt"):
+        for file in target.path.glob(pattern):
+            if not file.name.endswith(".index.json"):
+                shutil.copyfile(file, directory / file.name)
+    (directory / "config.json").write_text(json.dumps(body, indent=2) + "\n", encoding="utf-8")
     _write_shards(directory, tensors, max_shard_bytes)
 
 

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 from specjax import SamplingParams
-from specjax.checkpoints import open_target
+from specjax.checkpoints import export_fp8, open_target
 from specjax.checkpoints.quantization import unpack
 from specjax.checkpoints.tensors import open_directory
-from specjax.config import ModelConfig
+from specjax.config import ModelConfig, Quantization
 from specjax.models.decoder import CausalLM
 from specjax.models.flat import FlatModel
 from specjax.testing import Files
@@ -188,6 +188,29 @@ def test_formats_have_the_values_of_their_files(files: Files, tmp_path: Path, na
     np.testing.assert_allclose(logits_of(stored), expected, atol=1e-5 * np.abs(expected).max())
     assert weights["layers.0.mlp.down.kernel.values"].dtype == format.dtype
     assert weights["lm_head.kernel"].dtype == np.float32
+
+
+def test_exported_weights_are_those_of_an_engine(files: Files, tmp_path: Path) -> None:
+    path = tmp_path / "fp8"
+    export_fp8(path, files.target, max_shard_bytes=20_000)
+    assert len(list(path.glob("*.safetensors"))) > 1
+    stored = open_target(path, dtype="float32")
+    stored.check_weights()
+    assert stored.config.quantization == Quantization("fp8", plain=("lm_head",))
+    found, expected = (
+        one.load_weights()
+        for one in (stored, open_target(files.target, dtype="float32").quantised("fp8"))
+    )
+    layers = [name for name in expected if name.startswith("layers")]
+    assert "layers.1.mlp.down.kernel.scale" in layers
+    for name in layers:
+        assert np.array_equal(np.float32(found[name]), np.float32(expected[name]))
+    assert found["lm_head.kernel"].dtype == np.float32
+    with pytest.raises(ValueError, match="must be a new or an empty directory"):
+        export_fp8(path, files.target)
+    for wrong in (path, "smollm2-135m"):
+        with pytest.raises(ValueError, match="must be a directory with the whole weights"):
+            export_fp8(tmp_path / "other", wrong)
 
 
 @pytest.mark.parametrize("name", ["int4-zeros", "fp8-blocks"])

@@ -7,13 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from specjax.kernels.backend import is_addressed
+from specjax.kernels.tree_attention import tree_attention
 
 from specjax import SamplingParams
 from specjax.config import ModelConfig
 from specjax.engine.args import EngineArgs
 from specjax.engine.plan import check_kv_dtype, plan_engine
-from specjax.kernels.backend import is_addressed
-from specjax.kernels.tree_attention import tree_attention
 from specjax.speculative.algorithm import kv_pool
 from specjax.testing import Files
 

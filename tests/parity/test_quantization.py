@@ -1,5 +1,6 @@
 """Checkpoints that the library compressed-tensors writes, against its own reading of them."""
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,15 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("compressed_tensors")
 
 from compressed_tensors.compressors import BaseCompressor  # noqa: E402
-from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme  # noqa: E402
+from compressed_tensors.quantization import (  # noqa: E402
+    QuantizationArgs,
+    QuantizationConfig,
+    QuantizationScheme,
+)
 from compressed_tensors.quantization.utils import calculate_qparams  # noqa: E402
+from safetensors.torch import load_file as load_tensors  # noqa: E402
 
+from specjax.checkpoints import export_fp8  # noqa: E402
 from specjax.testing import Files  # noqa: E402
 
 from ..checkpoints.test_quantization import compressed, edit, logits_of, write  # noqa: E402
@@ -69,5 +76,26 @@ def test_values_are_those_of_compressed_tensors(files: Files, tmp_path: Path, na
     config = compressed(options["num_bits"], options["type"], options["strategy"])
     config["config_groups"]["group_0"]["weights"] |= options
     edit(paths[0], lambda fields: fields.update(quantization_config=config | {"format": layout}))
+    ours, theirs = map(logits_of, paths)
+    np.testing.assert_allclose(ours, theirs, atol=1e-5 * np.abs(theirs).max())
+
+
+def test_compressed_tensors_reads_exported_files(files: Files, tmp_path: Path) -> None:
+    paths = tmp_path / "stored", tmp_path / "whole"
+    export_fp8(paths[0], files.target)
+    stated = json.loads((paths[0] / "config.json").read_text())["quantization_config"]
+    scheme = QuantizationConfig.model_validate(stated).config_groups["group_0"]
+    assert scheme.format in (None, "float-quantized")
+    compressor = BaseCompressor.get_value_from_registry(stated["format"])
+    stored = load_tensors(paths[0] / "model.safetensors")
+    whole = {name: x.numpy() for name, x in stored.items() if f"{name}_scale" not in stored}
+    scales = [name for name in whole if name.endswith("_scale")]
+    assert len(scales) == 14
+    for name in scales:
+        key = name.removesuffix("_scale")
+        found = {"weight": stored[key], "weight_scale": torch.from_numpy(whole.pop(name))}
+        whole[key] = compressor.decompress(found, scheme)["weight"].float().numpy()
+    shutil.copytree(files.target, paths[1])
+    save_file(whole, paths[1] / "model.safetensors")
     ours, theirs = map(logits_of, paths)
     np.testing.assert_allclose(ours, theirs, atol=1e-5 * np.abs(theirs).max())
