@@ -136,13 +136,13 @@ MAX_FUSED_ROWS = 512
 
 
 def _quantised_sums(x: Array, kernel: QuantArray) -> Array:
-    """Partial sums f32 ``[P, ..., out]`` of a product with ``x [..., in]``."""
+    """Partial sums ``[P, ..., out]`` of a product with ``x [..., in]``, in float32 for few rows."""
     values, format, (parts, _, size) = kernel.values, kernel.format, kernel.values.shape
     num_rows = x.size // x.shape[-1]
+    # in float32, sums of many rows would take twice the memory, and a tenth of a prefill
+    wide = jnp.float32 if num_rows <= MAX_FUSED_ROWS else x.dtype
     if format.group is None:
         factor = kernel.scale[0, :, 0]
-        # writing and reading sums of many rows in float32 takes a tenth of a prefill
-        wide = jnp.float32 if num_rows <= MAX_FUSED_ROWS else x.dtype
         if not format.rounds_activations:
             sums = dot_transposed(x, values[0].astype(x.dtype), out_dtype=wide)
             return (sums.astype(jnp.float32) * factor)[None]
@@ -168,13 +168,15 @@ def _quantised_sums(x: Array, kernel: QuantArray) -> Array:
     scale = jnp.broadcast_to(scale, (*shape[:2], count, size // count))
     matrix = values.astype(x.dtype) * scale.reshape(shape)
     if len(rows) > MAX_FUSED_ROWS:
-        sums = dot_transposed(rows, matrix.swapaxes(0, 1).reshape(shape[1], -1))[None]
+        whole = matrix.swapaxes(0, 1).reshape(shape[1], -1)
+        sums = dot_transposed(rows, whole, out_dtype=wide)[None]
     else:
         sums = _batched(rows.reshape(-1, parts, size).swapaxes(0, 1), matrix)
     if kernel.offset is not None:
         grouped = rows.astype(jnp.float32).reshape(-1, parts, count, size // count).sum(axis=-1)
         more = _batched(grouped.swapaxes(0, 1), kernel.offset)
-        sums = sums + (more if len(sums) == parts else more.sum(axis=0, keepdims=True))
+        more = more if len(sums) == parts else more.sum(axis=0, keepdims=True)
+        sums = sums.astype(jnp.float32) + more
     return sums.reshape(len(sums), *x.shape[:-1], -1)
 
 
