@@ -254,6 +254,23 @@ def test_texts_do_not_depend_on_the_number_of_rows(kind: str, files: Files) -> N
     assert found[0] == found[1] == found[2]
 
 
+@pytest.mark.parametrize("rounds", [False, True])
+@KINDS
+def test_many_rows_in_bfloat16_are_those_of_few(kind: str, *, rounds: bool) -> None:
+    """Their sums are rounded to bfloat16 before they are scaled, those of few rows after it."""
+    rng, rows = np.random.default_rng(0), MAX_FUSED_ROWS + 2
+    x = jnp.asarray(rng.normal(size=(rows, 256)), jnp.bfloat16)
+    group = GROUPS[kind]
+    values, scale = quantise(np.float32(rng.normal(size=(20, 256))), DTYPES[kind], group)
+    format = Quantization(kind, group=group, rounds_activations=rounds and group is None)
+    cut = QuantLayout.of(format, 256, 20).cut
+    kernel = QuantArray(jnp.asarray(cut(values)), jnp.asarray(cut(scale)), None, format)
+    few = np.concatenate([np.float32(dot(part, kernel)) for part in jnp.split(x, 2)])
+    many = dot(x, kernel)
+    assert many.dtype == jnp.bfloat16
+    np.testing.assert_allclose(np.float32(many), few, rtol=2**-7, atol=2**-7)
+
+
 @pytest.mark.parametrize("has_zeros", [False, True])
 @pytest.mark.parametrize("rows", [1, 5, MAX_FUSED_ROWS + 1])
 @pytest.mark.parametrize("size", [(512, 40), (500, 40), (128, 8)], ids=str)
