@@ -23,6 +23,7 @@ from specjax.kernels.prefill_attention import tile_map
 from specjax.kernels.tree_attention import (
     LOG2E,
     NEGATIVE,
+    check_address,
     check_heads,
     empty_sums,
     for_products,
@@ -237,6 +238,7 @@ def _paths(tree_mask: Array) -> tuple[Array, Array]:
 
 def _check(q: Array, pool: Array, ndim: int) -> None:
     check_heads(q, pool, ndim)
+    check_address(pool)
     group, dim = q.shape[-2] // pool.shape[3], q.shape[-1]
     if dim not in HEAD_DIMS or group > MAX_ROWS:
         raise NotImplementedError(

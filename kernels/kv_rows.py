@@ -38,6 +38,15 @@ def finite_or_zero(values: Array) -> Array:
     return jnp.where(is_finite, values, jnp.zeros_like(values))
 
 
+def saturated(x: Array, dtype: jnp.dtype | type) -> Array:
+    """Cast ``x`` to a smaller dtype; values beyond its range become its largest, and NaN stays."""
+    if x.dtype == dtype:
+        return x
+    most, wide = float(jnp.finfo(dtype).max), x.astype(jnp.float32)
+    # in a GPU kernel, minimum and maximum drop NaN
+    return jnp.where(wide == wide, jnp.clip(wide, -most, most), wide).astype(dtype)
+
+
 def _block(width: int) -> int:
     return min(power_of_two(width), MAX_COLUMNS)
 

@@ -20,6 +20,7 @@ from specjax.kernels.backend import power_of_two, resolve, spans, takes_head_dim
 from specjax.kernels.tree_attention import (
     NEGATIVE,
     base2_scores,
+    check_address,
     check_heads,
     empty_sums,
     for_products,
@@ -246,6 +247,7 @@ def prefill_attention(
             return tree_attention(rows[None], pool, layer, *request, **form)[0]
 
         return _by_segment(q, counts, attention)
+    check_address(pool)
     rows, heads, dim = q.shape
     group = heads // pool.shape[3]
     if tiles is None:

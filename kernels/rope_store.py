@@ -22,6 +22,7 @@ from specjax.kernels.backend import (
     spans,
     triton_call,
 )
+from specjax.kernels.kv_rows import saturated
 
 # enough to give each of 132 multiprocessors several programs
 ENOUGH_PROGRAMS = 1024
@@ -45,14 +46,6 @@ def rotate(x: Array, cos: Array, sin: Array) -> Array:
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     rotated = (first * cos - second * sin, second * cos + first * sin)
     return jnp.concatenate(rotated, axis=-1).astype(x.dtype)
-
-
-def saturated(x: Array, dtype: jnp.dtype) -> Array:
-    """Cast keys or values to a pool's dtype; 8-bit floats saturate."""
-    if dtype.itemsize > 1:
-        return x.astype(dtype)
-    most = float(jnp.finfo(dtype).max)
-    return jnp.clip(x.astype(jnp.float32), -most, most).astype(dtype)
 
 
 def _reference(

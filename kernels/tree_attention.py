@@ -20,6 +20,7 @@ import numpy as np
 from jax import Array
 from jax.experimental import pallas as pl
 from specjax.kernels.backend import is_addressed, resolve, spans, takes_head_dim, triton_call
+from specjax.kernels.kv_rows import saturated
 
 # keys per step of "chunked"; with 256, a short context needs one step and no loop overhead
 CHUNK = 256
@@ -216,8 +217,7 @@ def for_products(q: Array, pool_ref: Any) -> Array:
     """
     if q.dtype != jnp.bfloat16 or pool_ref.dtype == q.dtype:
         return q
-    most = float(jnp.finfo(jnp.float16).max)
-    return jnp.clip(q.astype(jnp.float32), -most, most).astype(jnp.float16)
+    return saturated(q, jnp.float16)
 
 
 def load_kv(
@@ -403,8 +403,15 @@ def check_heads(q: Array, pool: Array, ndim: int) -> None:
             f"the number of query heads ({heads}) must be a multiple of the number of KV heads "
             f"({pool.shape[3]})"
         )
+
+
+def check_address(pool: Array) -> None:
+    """Reject a pool that kernels cannot address; ``kv_pool`` makes no such pool."""
     if not is_addressed(pool.size, pool.dtype):
-        raise ValueError(f"pool {pool.dtype}{pool.shape} must not take 2 to 4 GiB; see kv_pool")
+        raise ValueError(
+            f"pool {pool.dtype}{pool.shape} takes 2 to 4 GiB, which kernels cannot address in "
+            "elements of one byte; take its shape from specjax.speculative.algorithm.kv_pool"
+        )
 
 
 def tree_attention(
@@ -482,6 +489,7 @@ def tree_attention(
             sinks,
             implementation == "chunked",
         )
+    check_address(pool)
     kv_heads = pool.shape[3]
     group = heads // kv_heads
     if (num_new > MAX_MASKED and tree_mask is not None) or not takes_head_dim(dim):

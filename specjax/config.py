@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from specjax.checks import check_integer, check_number
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
-# of KV pools that do not have the dtype of activations, by SGLang's names
+# dtypes of KV pools other than that of activations, by SGLang's names
 KV_DTYPES = {"fp8_e4m3": jnp.float8_e4m3fn}
 # of quantised matrices
 QUANTISED = {"fp8": jnp.float8_e4m3fn, "int8": jnp.int8, "int4": jnp.int4}
@@ -177,6 +177,9 @@ class TransformerConfig:
         check_number("rope_theta", self.rope_theta, above=0.0)
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype={self.dtype!r} is not one of {sorted(DTYPES)}")
+        if self.kv_cache_dtype not in ("auto", *KV_DTYPES):
+            known = sorted(("auto", *KV_DTYPES))
+            raise ValueError(f"kv_cache_dtype={self.kv_cache_dtype!r} is not one of {known}")
 
     @property
     def dtypes(self) -> Dtypes:

@@ -33,7 +33,7 @@ MEMORY_GRANULE = 2**28
 IDLE_CHUNK = 8192
 # the same for models with windows and few slots
 LEAST_IDLE_CHUNK = 2048
-# from which on GPUs convert 8-bit floats
+# Minimum compute capability of GPUs that convert 8-bit floats.
 LEAST_8BIT_CAPABILITY = 8.9
 # rows of the smallest tier that the budget policy also runs packed
 LEAST_PACKED_NODES = 5
@@ -261,6 +261,7 @@ def plan_engine(args: EngineArgs) -> EnginePlan:
         if num_pages > num_window_pages:  # otherwise, a split would save nothing
             break
     config = replace(config, num_pages=num_pages)
+    config, needs = sizing.with_unused(networks, config, needs, memory)
     plan = EnginePlan(args, target, drafts, networks, needs, config, context_length)
     for line in plan.describe():
         logger.info(line)

@@ -104,7 +104,7 @@ def dot(
     if implementation in INVARIANT:
         return ordered_sum(_invariant_sums(x, kernel, implementation, dtype=out)).astype(out)
     if isinstance(kernel, QuantArray):
-        return ordered_sum(_quantised_sums(x, kernel)).astype(out)
+        return ordered_sum(_quantised_sums(x, kernel, out)).astype(out)
     kernel = kernel.astype(x.dtype)
     return jnp.matmul(x, kernel, precision=precision, preferred_element_type=out)
 
@@ -135,12 +135,15 @@ LEAST_8BIT_ROWS = 64
 MAX_FUSED_ROWS = 512
 
 
-def _quantised_sums(x: Array, kernel: QuantArray) -> Array:
-    """Partial sums ``[P, ..., out]`` of a product with ``x [..., in]``, in float32 for few rows."""
+def _quantised_sums(x: Array, kernel: QuantArray, out_dtype: jnp.dtype) -> Array:
+    """Partial sums ``[P, ..., out]`` of a product with ``x [..., in]``, in float32 for few rows.
+
+    Their total has the precision of ``out_dtype``.
+    """
     values, format, (parts, _, size) = kernel.values, kernel.format, kernel.values.shape
     num_rows = x.size // x.shape[-1]
     # in float32, sums of many rows would take twice the memory, and a tenth of a prefill
-    wide = jnp.float32 if num_rows <= MAX_FUSED_ROWS else x.dtype
+    wide = jnp.float32 if num_rows <= MAX_FUSED_ROWS else out_dtype
     if format.group is None:
         factor = kernel.scale[0, :, 0]
         if not format.rounds_activations:
@@ -153,7 +156,8 @@ def _quantised_sums(x: Array, kernel: QuantArray) -> Array:
             axes = (((x.ndim - 1,), (1,)), ((), ()))
             # By default, cuBLAS adds up 8-bit floats in about 14 bits. That is enough for results
             # in bfloat16, and prefill takes 9 % less time.
-            exact = jax.lax.Precision.HIGHEST if is_float and x.dtype == jnp.float32 else None
+            is_exact = is_float and out_dtype == jnp.float32
+            exact = jax.lax.Precision.HIGHEST if is_exact else None
             sums = jax.lax.dot_general(
                 rounded, values[0], axes, precision=exact, preferred_element_type=out
             )
@@ -245,7 +249,7 @@ def partial_dot(x: Array, kernel: Kernel, implementation: str | None = None) -> 
     if implementation in INVARIANT:
         return _invariant_sums(x, kernel, implementation)
     if isinstance(kernel, QuantArray) and len(kernel.values) > 1 and x.dtype != jnp.float32:
-        sums = _quantised_sums(x, kernel)
+        sums = _quantised_sums(x, kernel, x.dtype)
         return sums if len(sums) > 1 else sums[0].astype(x.dtype)
     if isinstance(kernel, QuantArray) or x.dtype == jnp.float32:
         return dot(x, kernel)

@@ -3,7 +3,7 @@
 import os
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count, product, takewhile
 from typing import Any, NamedTuple
 
@@ -159,7 +159,8 @@ class MemoryNeeds(NamedTuple):
     weight_bytes: int  # weights, and state whose size does not depend on the KV pool
     token_bytes: int  # state per token in the KV pool
     temporary_bytes: int  # upper bound while a function runs and KV arrives from a prefill worker
-    window_bytes: int = 0  # KV pool of the layers with a window, if they have their own
+    # KV pool of the layers with a window, if they have their own, and unused KV indices
+    window_bytes: int = 0
 
 
 def memory_needs(networks: Networks, config: RunnerConfig, transit_tokens: int = 0) -> MemoryNeeds:
@@ -167,21 +168,36 @@ def memory_needs(networks: Networks, config: RunnerConfig, transit_tokens: int =
 
     ``config.num_pages`` is ignored.
     """
-    algorithm, model = config.algorithm, networks.target_config
-
-    def state_bytes(num_kv: int) -> int:
-        sizes = config.sizes._replace(num_kv=num_kv)
-        pool = target_pool(model, num_kv, config.num_window_kv)
-        return tree_bytes((algorithm.abstract_state(networks, sizes), pool))
-
-    token_bytes = state_bytes(2) - state_bytes(1)
-    window_bytes = tree_bytes(target_pool(model, 0, config.num_window_kv))
-    num_features = len(algorithm.feature_layers(networks))
+    one, two = (_state_bytes(networks, config, num_kv) for num_kv in (1, 2))
+    token_bytes = two - one
+    window_bytes = tree_bytes(target_pool(networks.target_config, 0, config.num_window_kv))
+    num_features = len(config.algorithm.feature_layers(networks))
     # the draft may be wider than the target
-    temporary = max(temporary_bytes(one, config, num_features) for one in networks.configs)
-    fixed = networks.weight_bytes + state_bytes(1) - token_bytes - window_bytes
+    temporary = max(temporary_bytes(model, config, num_features) for model in networks.configs)
+    fixed = networks.weight_bytes + one - token_bytes - window_bytes
     temporary += transit_tokens * token_bytes
     return MemoryNeeds(fixed, token_bytes, temporary, window_bytes)
+
+
+def _state_bytes(networks: Networks, config: RunnerConfig, num_kv: int) -> int:
+    sizes = config.sizes._replace(num_kv=num_kv)
+    pool = target_pool(networks.target_config, num_kv, config.num_window_kv)
+    return tree_bytes((config.algorithm.abstract_state(networks, sizes), pool))
+
+
+def with_unused(
+    networks: Networks, config: RunnerConfig, needs: MemoryNeeds, memory: int
+) -> tuple[RunnerConfig, MemoryNeeds]:
+    """Add the unused KV indices of pools to ``needs``; take fewer pages if they do not fit."""
+    room = memory - needs.temporary_bytes - needs.weight_bytes - needs.window_bytes
+    first = _state_bytes(networks, config, 1)
+    while True:
+        num_kv = config.sizes.num_kv
+        pools = _state_bytes(networks, config, num_kv) - first + needs.token_bytes
+        if pools <= max(room, num_kv * needs.token_bytes):
+            unused = pools - num_kv * needs.token_bytes
+            return config, needs._replace(window_bytes=needs.window_bytes + unused)
+        config = replace(config, num_pages=config.num_pages * 7 // 8)
 
 
 def tree_bytes(arrays: Any) -> int:

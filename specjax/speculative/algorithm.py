@@ -383,7 +383,11 @@ def kv_pool(config: Any, num_kv: int) -> jax.ShapeDtypeStruct:
 
     A pool that kernels could not address has unused KV indices, which make it larger.
     """
-    layers, *rest = config.num_layers, 2, config.num_kv_heads, config.head_dim
+    return _pool(config, config.num_layers, num_kv)
+
+
+def _pool(config: Any, layers: int, num_kv: int) -> jax.ShapeDtypeStruct:
+    rest = 2, config.num_kv_heads, config.head_dim
     width, dtype = layers * math.prod(rest), jnp.dtype(config.dtypes.kv)
     if not is_addressed(num_kv * width, dtype):
         num_kv = 2**32 // width + 1
@@ -394,12 +398,12 @@ def target_pool(
     config: ModelConfig, num_kv: int, num_window_kv: int = 0
 ) -> jax.ShapeDtypeStruct | SplitPool:
     """Shapes of the target's KV pool; split if layers with a window have ``num_window_kv``."""
-    pool: Any = kv_pool(config, num_kv)
     if not num_window_kv:
-        return pool
-    count, layers = sum(map(bool, config.windows)), pool.shape[0]
-    full = pool.update(shape=(layers - count, *pool.shape[1:])) if count < layers else None
-    return SplitPool(full, pool.update(shape=(count, num_window_kv, *pool.shape[2:])))
+        return kv_pool(config, num_kv)
+    count, layers = sum(map(bool, config.windows)), config.num_layers
+    full: Any = _pool(config, layers - count, num_kv) if count < layers else None
+    windowed: Any = _pool(config, count, num_window_kv)
+    return SplitPool(full, windowed)
 
 
 @dataclass(frozen=True)

@@ -274,14 +274,16 @@ class Trial:
             self.engine.update_weights_from_disk(draft_path=self.options["draft"])
             return
         names, weights = self.engine.runner.networks.draft.names, self.engine.runner.weights[1]
-        self.engine.update_weights_from_tensor(
-            {
-                name: weight + 0.3 * weight.std() * self.rng.normal(size=weight.shape).astype("f4")
-                for name, weight in zip(names, map(np.asarray, weights), strict=True)
-                if name.endswith("kernel")
-            },
-            draft=True,
-        )
+        kernels = {
+            name: weight
+            for name, weight in zip(names, map(np.asarray, weights), strict=True)
+            if name.endswith(("kernel", "kernel.values", "kernel.scale"))
+        }
+        for name, weight in kernels.items():
+            if not name.endswith("values"):
+                noise = self.rng.normal(size=weight.shape).astype("f4")
+                kernels[name] = weight + 0.3 * weight.std() * noise
+        self.engine.update_weights_from_tensor(kernels, draft=True)
 
     def compare(self, output: Result, plain: Result, wish: Wish) -> None:
         ids, meta = output["output_ids"], output["meta_info"]

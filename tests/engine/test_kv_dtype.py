@@ -1,5 +1,6 @@
 """Keys and values of 8-bit floats."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,10 +15,22 @@ from specjax import SamplingParams
 from specjax.config import ModelConfig
 from specjax.engine.args import EngineArgs
 from specjax.engine.plan import check_kv_dtype, plan_engine
-from specjax.speculative.algorithm import kv_pool
+from specjax.runtime.runner_config import with_unused
+from specjax.speculative.algorithm import kv_pool, target_pool
 from specjax.testing import Files
 
 PROMPT = [5, 9, 11, 40, 2, 7] * 4
+SHAPE = ModelConfig(
+    model_type="llama",
+    vocab_size=100,
+    hidden_size=4096,
+    intermediate_size=100,
+    num_layers=32,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    kv_cache_dtype="fp8_e4m3",
+)
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=12, ignore_eos=True)
 
 
@@ -61,25 +74,47 @@ def test_refusals() -> None:
 @pytest.mark.parametrize("num_kv", [32767, 32768, 32769, 50000, 65536, 65537])
 def test_kernels_can_address_every_pool(num_kv: int) -> None:
     """In kernels, an offset into an array of up to 4 GiB has 32 bits and a sign."""
-    config = ModelConfig(
-        model_type="llama",
-        vocab_size=100,
-        hidden_size=4096,
-        intermediate_size=100,
-        num_layers=32,
-        num_heads=32,
-        num_kv_heads=8,
-        head_dim=128,
-        kv_cache_dtype="fp8_e4m3",
-    )
-    pool = kv_pool(config, num_kv)
+    pool = kv_pool(SHAPE, num_kv)
     assert is_addressed(pool.size, pool.dtype)
     assert pool.shape[1] == (num_kv if num_kv <= 32768 or num_kv > 65536 else 65537)
     q = jax.ShapeDtypeStruct((1, 1, 32, 128), jnp.bfloat16)
     ints = jax.ShapeDtypeStruct((1,), jnp.int32)
     unpadded = pool.update(shape=(32, 40000, 2, 8, 128))
-    with pytest.raises(ValueError, match="must not take 2 to 4 GiB"):
+    form: dict[str, Any] = {"page_size": 16, "implementation": "pallas"}
+    with pytest.raises(ValueError, match="takes 2 to 4 GiB"):
         jax.eval_shape(
-            lambda *x: tree_attention(x[0], x[1], 0, x[2], x[3], None, page_size=16),
+            lambda *x: tree_attention(x[0], x[1], 0, x[2], x[3], None, **form),
             *(q, unpadded, jax.ShapeDtypeStruct((1, 4), jnp.int32), ints),
         )
+
+
+def test_kernels_can_address_both_parts_of_a_split_pool() -> None:
+    config = replace(SHAPE, num_layers=48, windows=(1024,) * 40 + (0,) * 8)
+    for num_kv, num_window_kv in ((80_000, 20_000), (30_000, 15_000), (600_000, 30_000)):
+        pool = target_pool(config, num_kv, num_window_kv)
+        for part, layers, wanted in (
+            (pool.full, 8, num_kv),
+            (pool.windowed, 40, num_window_kv),
+        ):
+            assert part.shape[0] == layers
+            assert is_addressed(part.size, part.dtype)
+            is_fit = is_addressed(layers * wanted * 2 * 8 * 128, part.dtype)
+            assert (part.shape[1] == wanted) == is_fit
+
+
+def test_the_plan_counts_unused_memory(files: Files) -> None:
+    """A pool of 2 to 4 GiB takes 4; if the device has less, it takes 2."""
+    options = {"kv_cache_dtype": "fp8_e4m3", "speculative": False, "max_total_tokens": 40_000_000}
+    plan = plan_engine(EngineArgs(**files.arguments(**options)))
+    pool = target_pool(plan.networks.target_config, plan.config.sizes.num_kv)
+    assert plan.config.max_total_tokens == 40_000_000
+    assert 2**31 < plan.config.sizes.num_kv * plan.needs.token_bytes < pool.size
+    assert 2**32 < pool.size <= plan.kv_bytes < 2**32 + 2**20
+    config, needs = with_unused(
+        plan.networks,
+        plan.config,
+        plan.needs._replace(window_bytes=0),
+        plan.needs.weight_bytes + plan.needs.temporary_bytes + 3 * 2**30,
+    )
+    assert 2**30 < config.sizes.num_kv * needs.token_bytes <= 2**31
+    assert needs.window_bytes == 0

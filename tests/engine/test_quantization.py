@@ -269,6 +269,10 @@ def test_many_rows_in_bfloat16_are_those_of_few(kind: str, *, rounds: bool) -> N
     many = dot(x, kernel)
     assert many.dtype == jnp.bfloat16
     np.testing.assert_allclose(np.float32(many), few, rtol=2**-7, atol=2**-7)
+    # logits are not rounded
+    halves = [dot(part, kernel, jnp.dtype("float32")) for part in jnp.split(x, 2)]
+    logits = dot(x, kernel, jnp.dtype("float32"))
+    np.testing.assert_allclose(logits, jnp.concatenate(halves), rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("has_zeros", [False, True])

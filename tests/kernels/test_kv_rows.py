@@ -20,6 +20,7 @@ CASES = [
     (1, 9, 1, (5,), "float16"),
     (2, 30, 11, (2, 8, 160), "bfloat16"),  # several column blocks
     (2, 20, 6, (3,), "int32"),
+    (2, 40, 16, (2, 2, 16), "float8_e4m3fn"),
     (2, 20, 6, (), "float32"),
 ]
 
@@ -64,7 +65,7 @@ def test_rows_go_into_a_pool(case: tuple, run: dict) -> None:
 
 
 @pytest.mark.parametrize("run", RUNS)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16", "float8_e4m3fn"])
 def test_non_finite_values_become_zero(dtype: str, run: dict) -> None:
     case = (2, 12, 4, (2, 1, 8), dtype)
     pool, index, rows = make(case, 2)
@@ -136,6 +137,7 @@ def check_move(pool: np.ndarray, source: np.ndarray, destination: np.ndarray, ru
         (4, 4, (2, 41, 2, 16, "bfloat16")),
         (3, 6, (3, 60, 3, 10, "float32")),  # a row of 60 entries: not a power of two
         (2, 1, (1, 16, 1, 64, "bfloat16")),
+        (4, 4, (2, 41, 2, 16, "float8_e4m3fn")),
         (3, 17, (2, 240, 1, 8, "float32")),
         (3, 5, (2, 64, 8, 128, "bfloat16")),  # several column blocks
     ],

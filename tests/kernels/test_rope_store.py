@@ -80,6 +80,7 @@ def check(case, dtype, run):
 def test_8_bit_floats_saturate(dtype, run):
     q, k, v, cos, sin, pool, slots = make_case(GPU_CASES[-1], dtype)
     k, v = 200 * k, 200 * v
+    v = v.at[0, 1, 1, 3].set(jnp.nan)
     pool = pool.astype(jnp.float8_e4m3fn)
     call = jax.jit(lambda *args: rope_store(*args[:6], 1, args[6], **run))
     out, after = call(q, k, v, cos, sin, pool, slots)
@@ -88,6 +89,7 @@ def test_8_bit_floats_saturate(dtype, run):
     live, stored = at > 0, np.asarray(after[1]).astype(np.float64)
     expected = np.stack([turned(k, cos, sin), np.asarray(v, np.float64)], axis=2)[live]
     assert (np.abs(expected) > 500).any()
+    assert np.isnan(expected).sum() == 1
     expected = np.clip(expected, -448, 448)
     # three bits after the leading one, and in bfloat16 keys are rounded to eight bits before
     np.testing.assert_allclose(stored[at[live]], expected, rtol=2**-4 + 2**-8, atol=2**-9)
