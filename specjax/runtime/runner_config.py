@@ -191,13 +191,16 @@ def with_unused(
     """Add the unused KV indices of pools to ``needs``; take fewer pages if they do not fit."""
     room = memory - needs.temporary_bytes - needs.weight_bytes - needs.window_bytes
     first = _state_bytes(networks, config, 1)
-    while True:
-        num_kv = config.sizes.num_kv
-        pools = _state_bytes(networks, config, num_kv) - first + needs.token_bytes
-        if pools <= max(room, num_kv * needs.token_bytes):
-            unused = pools - num_kv * needs.token_bytes
-            return config, needs._replace(window_bytes=needs.window_bytes + unused)
-        config = replace(config, num_pages=config.num_pages * 7 // 8)
+
+    def unused(config: RunnerConfig) -> int:
+        used = (config.sizes.num_kv - 1) * needs.token_bytes
+        return _state_bytes(networks, config, config.sizes.num_kv) - first - used
+
+    while (more := unused(config)) > max(0, room - config.sizes.num_kv * needs.token_bytes):
+        if config.num_pages == 2:
+            break
+        config = replace(config, num_pages=max(2, config.num_pages * 7 // 8))
+    return config, needs._replace(window_bytes=needs.window_bytes + more)
 
 
 def tree_bytes(arrays: Any) -> int:

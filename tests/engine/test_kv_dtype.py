@@ -1,6 +1,7 @@
 """Keys and values of 8-bit floats."""
 
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from specjax.kernels.backend import is_addressed
+from specjax.kernels.kv_rows import gather_rows, move_kv, scatter_rows
+from specjax.kernels.prefill_attention import prefill_attention
+from specjax.kernels.rope_store import rope_store
 from specjax.kernels.tree_attention import tree_attention
 
 from specjax import SamplingParams
@@ -18,6 +22,8 @@ from specjax.engine.plan import check_kv_dtype, plan_engine
 from specjax.runtime.runner_config import with_unused
 from specjax.speculative.algorithm import kv_pool, target_pool
 from specjax.testing import Files
+
+from ..kernels.lowering import TRITON_CALL, lower_for_cuda
 
 PROMPT = [5, 9, 11, 40, 2, 7] * 4
 SHAPE = ModelConfig(
@@ -86,6 +92,36 @@ def test_kernels_can_address_every_pool(num_kv: int) -> None:
             lambda *x: tree_attention(x[0], x[1], 0, x[2], x[3], None, **form),
             *(q, unpadded, jax.ShapeDtypeStruct((1, 4), jnp.int32), ints),
         )
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_kernels_lower_for_cuda(dtype: str) -> None:
+    shape = jax.ShapeDtypeStruct
+    pool, ints = shape((2, 64, 2, 2, 64), jnp.float8_e4m3fn), partial(shape, dtype=jnp.int32)
+    q, k, table = shape((2, 3, 4, 64), dtype), shape((2, 3, 2, 64), dtype), ints((2, 4))
+    angles, how = shape((2, 3, 1, 32), jnp.float32), {"implementation": "pallas"}
+    form: dict[str, Any] = {"page_size": 4} | how
+    for function, *arguments in (
+        (partial(gather_rows, **how), pool, ints((8,))),
+        (partial(scatter_rows, **how), pool, ints((8,)), pool.update(shape=(2, 8, 2, 2, 64))),
+        (partial(move_kv, **how), pool, table, table),
+        (
+            lambda *x: rope_store(*x[:6], 1, x[6], **how),
+            q,
+            k,
+            k,
+            angles,
+            angles,
+            pool,
+            ints((2, 3)),
+        ),
+        (lambda *x: tree_attention(*x[:2], 1, *x[2:], None, **form), q, pool, table, ints((2,))),
+        (
+            lambda *x: prefill_attention(*x[:2], 1, *x[2:], **form),
+            *(shape((6, 4, 64), dtype), pool, table, ints((2,)), ints((2,))),
+        ),
+    ):
+        assert TRITON_CALL in lower_for_cuda(function, *arguments)
 
 
 def test_kernels_can_address_both_parts_of_a_split_pool() -> None:
