@@ -57,12 +57,12 @@ def resolve(
     return INVARIANT.get(implementation, implementation)
 
 
-def is_addressed(size: int, dtype: Any) -> bool:
-    """Whether the offsets in a kernel can address an array of ``size`` elements.
+def is_addressed(array: jax.Array | jax.ShapeDtypeStruct) -> bool:
+    """Whether the offsets in a kernel can address a whole array.
 
     For arrays of up to 4 GiB, the lowering counts elements in signed 32 bits.
     """
-    return dtype.itemsize > 1 or not 2**31 < size <= 2**32
+    return array.dtype.itemsize > 1 or not 2**31 < array.size <= 2**32
 
 
 def takes_head_dim(head_dim: int) -> bool:

@@ -92,7 +92,7 @@ def gather_rows(pool: Array, index: Array, *, implementation: str | None = None)
     implementation = resolve(implementation)
     _check(pool, index)
     shape = (pool.shape[0], index.shape[0], *pool.shape[2:])
-    if implementation == "xla" or 0 in shape or not is_addressed(pool.size, pool.dtype):
+    if implementation == "xla" or 0 in shape or not is_addressed(pool):
         return pool[:, index]
     width = math.prod(pool.shape[2:])
     flat = triton_call(
@@ -122,7 +122,7 @@ def scatter_rows(
     wanted = (pool.shape[0], index.shape[0], *pool.shape[2:])
     if rows.shape != wanted or rows.dtype != pool.dtype:
         raise ValueError(f"rows {rows.dtype}{rows.shape} must be {pool.dtype}{wanted}")
-    if implementation == "xla" or 0 in rows.shape or not is_addressed(pool.size, pool.dtype):
+    if implementation == "xla" or 0 in rows.shape or not is_addressed(pool):
         rows = finite_or_zero(rows)
         return pool.at[:, index].set(rows, mode="drop", unique_indices=True)
     width = math.prod(pool.shape[2:])
@@ -212,8 +212,7 @@ def move_kv(
             f"pool {pool.shape} must be [L, slots, 2, KV, H], source {source.shape} and "
             f"destination {destination.shape} both [B, A]"
         )
-    is_empty = 0 in (pool.size, source.size)
-    if implementation == "xla" or is_empty or not is_addressed(pool.size, pool.dtype):
+    if implementation == "xla" or 0 in (pool.size, source.size) or not is_addressed(pool):
         return _move_reference(pool, source, destination)
     layers, num_slots = pool.shape[:2]
     batch, num_rows = source.shape

@@ -172,7 +172,7 @@ def rope_store(
             "expected [B, T, N, H], [B, T, KV, H] twice, [B, T, 1, H / 2] twice, [B, T], "
             "[L, slots, 2, KV, H] and [H] twice"
         )
-    if implementation == "xla" or q.size == 0 or not is_addressed(pool.size, pool.dtype):
+    if implementation == "xla" or q.size == 0 or not is_addressed(pool):
         return _reference(q, k, v, cos, sin, pool, layer, slots, norms)
     *lead, heads, dim = q.shape[-4:]
     # the three are parts of one matrix product, so XLA removes the split and the concatenation

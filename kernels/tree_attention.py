@@ -407,7 +407,7 @@ def check_heads(q: Array, pool: Array, ndim: int) -> None:
 
 def check_address(pool: Array) -> None:
     """Reject a pool that kernels cannot address; ``kv_pool`` makes no such pool."""
-    if not is_addressed(pool.size, pool.dtype):
+    if not is_addressed(pool):
         raise ValueError(
             f"pool {pool.dtype}{pool.shape} takes 2 to 4 GiB, which kernels cannot address in "
             "elements of one byte; take its shape from specjax.speculative.algorithm.kv_pool"

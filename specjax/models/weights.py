@@ -171,7 +171,7 @@ def _quantised_sums(x: Array, kernel: QuantArray, out_dtype: jnp.dtype) -> Array
     scale = kernel.scale.astype(x.dtype)[..., None]
     scale = jnp.broadcast_to(scale, (*shape[:2], count, size // count))
     matrix = values.astype(x.dtype) * scale.reshape(shape)
-    if len(rows) > MAX_FUSED_ROWS:
+    if num_rows > MAX_FUSED_ROWS:
         whole = matrix.swapaxes(0, 1).reshape(shape[1], -1)
         sums = dot_transposed(rows, whole, out_dtype=wide)[None]
     else:

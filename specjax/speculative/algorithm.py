@@ -388,10 +388,10 @@ def kv_pool(config: Any, num_kv: int) -> jax.ShapeDtypeStruct:
 
 def _pool(config: Any, layers: int, num_kv: int) -> jax.ShapeDtypeStruct:
     rest = 2, config.num_kv_heads, config.head_dim
-    width, dtype = layers * math.prod(rest), jnp.dtype(config.dtypes.kv)
-    if not is_addressed(num_kv * width, dtype):
-        num_kv = 2**32 // width + 1
-    return jax.ShapeDtypeStruct((layers, num_kv, *rest), dtype)
+    pool = jax.ShapeDtypeStruct((layers, num_kv, *rest), jnp.dtype(config.dtypes.kv))
+    if is_addressed(pool):
+        return pool
+    return pool.update(shape=(layers, 2**32 // (layers * math.prod(rest)) + 1, *rest))
 
 
 def target_pool(

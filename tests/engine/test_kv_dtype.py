@@ -16,7 +16,7 @@ from specjax.kernels.rope_store import rope_store
 from specjax.kernels.tree_attention import tree_attention
 
 from specjax import SamplingParams
-from specjax.config import ModelConfig
+from specjax.checkpoints.presets import LLAMA31_8B
 from specjax.engine.args import EngineArgs
 from specjax.engine.plan import check_kv_dtype, plan_engine
 from specjax.runtime.runner_config import with_unused
@@ -26,17 +26,7 @@ from specjax.testing import Files
 from ..kernels.lowering import TRITON_CALL, lower_for_cuda
 
 PROMPT = [5, 9, 11, 40, 2, 7] * 4
-SHAPE = ModelConfig(
-    model_type="llama",
-    vocab_size=100,
-    hidden_size=4096,
-    intermediate_size=100,
-    num_layers=32,
-    num_heads=32,
-    num_kv_heads=8,
-    head_dim=128,
-    kv_cache_dtype="fp8_e4m3",
-)
+SHAPE = replace(LLAMA31_8B, kv_cache_dtype="fp8_e4m3")
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=12, ignore_eos=True)
 
 
@@ -81,7 +71,7 @@ def test_refusals() -> None:
 def test_kernels_can_address_every_pool(num_kv: int) -> None:
     """In kernels, an offset into an array of up to 4 GiB has 32 bits and a sign."""
     pool = kv_pool(SHAPE, num_kv)
-    assert is_addressed(pool.size, pool.dtype)
+    assert is_addressed(pool)
     assert pool.shape[1] == (num_kv if num_kv <= 32768 or num_kv > 65536 else 65537)
     q = jax.ShapeDtypeStruct((1, 1, 32, 128), jnp.bfloat16)
     ints = jax.ShapeDtypeStruct((1,), jnp.int32)
@@ -107,13 +97,7 @@ def test_kernels_lower_for_cuda(dtype: str) -> None:
         (partial(move_kv, **how), pool, table, table),
         (
             lambda *x: rope_store(*x[:6], 1, x[6], **how),
-            q,
-            k,
-            k,
-            angles,
-            angles,
-            pool,
-            ints((2, 3)),
+            *(q, k, k, angles, angles, pool, ints((2, 3))),
         ),
         (lambda *x: tree_attention(*x[:2], 1, *x[2:], None, **form), q, pool, table, ints((2,))),
         (
@@ -133,8 +117,8 @@ def test_kernels_can_address_both_parts_of_a_split_pool() -> None:
             (pool.windowed, 40, num_window_kv),
         ):
             assert part.shape[0] == layers
-            assert is_addressed(part.size, part.dtype)
-            is_fit = is_addressed(layers * wanted * 2 * 8 * 128, part.dtype)
+            assert is_addressed(part)
+            is_fit = is_addressed(part.update(shape=(layers, wanted, 2, 8, 128)))
             assert (part.shape[1] == wanted) == is_fit
 
 
