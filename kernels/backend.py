@@ -15,6 +15,7 @@ from functools import lru_cache, partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jaxlib.triton import dialect
@@ -34,11 +35,19 @@ sys.modules.setdefault("jaxlib.mlir.dialects.tt", dialect)
 # Read or write only the elements of ``ref.at[index]`` whose ``mask`` is true. In a store, a masked
 # lane must not have the index of an active lane, because the interpreter writes old values back.
 load, store = triton.load, triton.store
+inline_ptx = triton.elementwise_inline_asm
 power_of_two = pl.next_power_of_2
+
+# of two values of KV, see kv_format.py
+WORD = jnp.dtype(jnp.uint16)
 
 
 def resolve(
-    implementation: str | None = None, *, head_dim: int | None = None, is_attention: bool = False
+    implementation: str | None = None,
+    *,
+    head_dim: int | None = None,
+    kv_dtype: jnp.dtype | None = None,
+    is_attention: bool = False,
 ) -> str:
     """Choose the implementation to run; no other code decides this.
 
@@ -49,7 +58,8 @@ def resolve(
         if jax.default_backend() == "cpu":
             implementation = "chunked"
         else:
-            implementation = "pallas" if head_dim is None or takes_head_dim(head_dim) else "xla"
+            is_taken = head_dim is None or takes_head_dim(head_dim, kv_dtype)
+            implementation = "pallas" if is_taken else "xla"
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"{implementation=} must be one of {list(IMPLEMENTATIONS)}")
     if implementation == "chunked" and not is_attention:
@@ -57,17 +67,13 @@ def resolve(
     return INVARIANT.get(implementation, implementation)
 
 
-def is_addressed(array: jax.Array | jax.ShapeDtypeStruct) -> bool:
-    """Whether the offsets in a kernel can address a whole array.
+def takes_head_dim(head_dim: int, kv_dtype: jnp.dtype | None = None) -> bool:
+    """Whether the Pallas kernels support a head dim: a multiple of 16 from 16 to 256.
 
-    For arrays of up to 4 GiB, the lowering counts elements in signed 32 bits.
+    With two values in a word, the words of a head must be a multiple of 16.
     """
-    return array.dtype.itemsize > 1 or not 2**31 < array.size <= 2**32
-
-
-def takes_head_dim(head_dim: int) -> bool:
-    """Whether the Pallas kernels support a head dim: a multiple of 16 from 16 to 256."""
-    return 16 <= head_dim <= 256 and head_dim % 16 == 0
+    least = 32 if kv_dtype == WORD else 16
+    return least <= head_dim <= 256 and head_dim % least == 0
 
 
 def spans(size: int, start: int = 0) -> tuple[Any, ...]:

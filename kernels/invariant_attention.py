@@ -19,15 +19,13 @@ import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
 from specjax.kernels.backend import power_of_two, resolve, triton_call
+from specjax.kernels.kv_format import for_products, head_spans, load_kv, slots_of
 from specjax.kernels.prefill_attention import tile_map
 from specjax.kernels.tree_attention import (
     LOG2E,
     NEGATIVE,
-    check_address,
     check_heads,
     empty_sums,
-    for_products,
-    load_kv,
     row_dot,
 )
 
@@ -39,12 +37,16 @@ HEAD_DIMS = (16, 32, 64, 128)  # at 256, a block does not fit into shared memory
 ENOUGH_PROGRAMS = 128
 KEPT_PER_STEP = 4  # stored sums that are loaded at the same time
 MOST_SHARES = 64  # programs that share the blocks of a request, which may have 1,024 of them
-Sums = tuple[Array, Array, Array]  # highest score, sum of weights, sum of weighted values
+# highest score, sum of weights, and sum of weighted values for each span of the dims
+Sums = tuple[Array, ...]
 
 
-def _block(q: Array, k: Array, v: Array, scale: float, visible: Array | None) -> Sums:
-    """Sums over one block of keys."""
-    scores = row_dot(q, k, transpose=True)
+def _block(
+    q: list[Array], kv: tuple[list[Array], list[Array]], scale: float, visible: Array | None
+) -> Sums:
+    """Sums over one block of keys and values ``kv``."""
+    products = [row_dot(x, k, transpose=True) for x, k in zip(q, kv[0], strict=True)]
+    scores = sum(products[1:], products[0])
     if visible is not None:
         scores = jnp.where(visible, scores, NEGATIVE)
     best = jnp.max(scores, axis=1)
@@ -52,9 +54,10 @@ def _block(q: Array, k: Array, v: Array, scale: float, visible: Array | None) ->
     weights = jnp.exp2((scores - best[:, None]) * scale)
     if visible is not None:
         weights = jnp.where(visible, weights, 0.0)
-    weights = weights.astype(v.dtype)
-    total = row_dot(weights, jnp.ones((BLOCK, MIN_ROWS), v.dtype), transpose=False)
-    return best, jnp.max(total, axis=1), row_dot(weights, v, transpose=False)
+    weights = weights.astype(q[0].dtype)
+    total = row_dot(weights, jnp.ones((BLOCK, MIN_ROWS), weights.dtype), transpose=False)
+    mixed = (row_dot(weights, v, transpose=False) for v in kv[1])
+    return best, jnp.max(total, axis=1), *mixed
 
 
 def _add(one: Sums, two: Sums, scale: float) -> Sums:
@@ -64,8 +67,11 @@ def _add(one: Sums, two: Sums, scale: float) -> Sums:
     decay = jnp.exp2((jnp.minimum(one[0], two[0]) - best) * scale)
     total = jnp.where(is_higher, two[1], one[1]) + jnp.where(is_higher, one[1], two[1]) * decay
     is_higher, decay = is_higher[:, None], decay[:, None]
-    mixed = jnp.where(is_higher, two[2], one[2]) + jnp.where(is_higher, one[2], two[2]) * decay
-    return best, total, mixed
+    mixed = (
+        jnp.where(is_higher, y, x) + jnp.where(is_higher, x, y) * decay
+        for x, y in zip(one[2:], two[2:], strict=True)
+    )
+    return best, total, *mixed
 
 
 def specjax_invariant_shared(
@@ -81,6 +87,7 @@ def specjax_invariant_shared(
     block_rows: int,
     page_size: int,
     scale: float,
+    implementation: str,
 ) -> None:
     """Kernel body: blocks before ``seq_len``, which all rows of a request see.
 
@@ -96,20 +103,24 @@ def specjax_invariant_shared(
     # rows after the last one repeat the first ones: they store the same values to the same places
     row = (tile * block_rows + jnp.arange(block_rows, dtype=jnp.int32)) % (rows * group)
     layer, num_blocks = layer_ref[0], lens_ref[request] // BLOCK
+    parts = head_spans(pool_ref)
 
     @pl.when(share < num_blocks)
     def _() -> None:
-        q = for_products(q_ref[request, row // group, head * group + row % group, :], pool_ref)
-        nothing = empty_sums(block_rows, q.shape[1])
+        member = head * group + row % group
+        q = [for_products(q_ref[request, row // group, member, part], pool_ref) for part in parts]
+        nothing = empty_sums(block_rows, *(part.size for part in parts))
 
         def add_block(i: Array, sums: Sums) -> Sums:
             key = i * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)
-            k, v = load_kv(pool_ref, layer, table_ref, request, head, key, page_size, q.dtype)
-            return _add(sums, _block(q, k, v, scale, None), scale)
+            slot = slots_of(table_ref, request, key, page_size)
+            kv = load_kv(pool_ref, layer, slot, head, q[0].dtype, implementation)
+            return _add(sums, _block(q, kv, scale, None), scale)
 
         def keep(kept: Any, sums: Sums) -> None:
             best_ref[request, head, kept, row], total_ref[request, head, kept, row] = sums[:2]
-            mixed_ref[request, head, kept, row, :] = sums[2]
+            for part, mixed in zip(parts, sums[2:], strict=True):
+                mixed_ref[request, head, kept, row, part] = mixed
 
         def keep_block(j: Array, done: Array) -> Array:
             i = share + j * num_shares
@@ -135,6 +146,7 @@ def specjax_invariant_own(
     *refs: Any,
     page_size: int,
     scale: float,
+    implementation: str,
 ) -> None:
     """Kernel body: one program per (request and KV head, token) adds the token's other blocks.
 
@@ -149,21 +161,23 @@ def specjax_invariant_own(
     block_rows = max(MIN_ROWS, power_of_two(group))
     member = jnp.arange(block_rows, dtype=jnp.int32) % group
     row = token * group + member
-    q = for_products(q_ref[request, token, head * group + member, :], pool_ref)
+    place, parts = (request, token, head * group + member), head_spans(pool_ref)
+    q = [for_products(q_ref[*place, part], pool_ref) for part in parts]
     shared = seq_len // BLOCK
     end = seq_len + (path_refs[0][request, token] if path_refs else token + 1)
 
     num_sums = jnp.minimum(shared, num_kept)
 
     def add_kept(i: Array, sums: Sums) -> Sums:
-        parts = []
+        kept = []
         for j in range(KEPT_PER_STEP):
             at = jnp.minimum(i * KEPT_PER_STEP + j, num_sums - 1)
             best, total = best_ref[request, head, at, row], total_ref[request, head, at, row]
             best = jnp.where(i * KEPT_PER_STEP + j < num_sums, best, NEGATIVE)
-            parts.append((best, total, mixed_ref[request, head, at, row, :]))
-        for part in parts:
-            sums = _add(sums, part, scale)
+            mixed = (mixed_ref[request, head, at, row, part] for part in parts)
+            kept.append((best, total, *mixed))
+        for one in kept:
+            sums = _add(sums, one, scale)
         return sums
 
     def step(i: Array, sums: Sums) -> Sums:
@@ -173,14 +187,15 @@ def specjax_invariant_own(
         if path_refs:
             new = path_refs[1][request, token, jnp.maximum(key - seq_len, 0)]
             key = jnp.where(key < seq_len, key, seq_len + new)
-        k, v = load_kv(pool_ref, layer, table_ref, request, head, key, page_size, q.dtype)
-        return _add(sums, _block(q, k, v, scale, (position < end)[None, :]), scale)
+        slot = slots_of(table_ref, request, key, page_size)
+        kv = load_kv(pool_ref, layer, slot, head, q[0].dtype, implementation)
+        return _add(sums, _block(q, kv, scale, (position < end)[None, :]), scale)
 
-    sums = empty_sums(block_rows, q.shape[1])
+    sums: Sums = empty_sums(block_rows, *(part.size for part in parts))
     sums = jax.lax.fori_loop(0, pl.cdiv(num_sums, KEPT_PER_STEP), add_kept, sums)
-    _, total, mixed = jax.lax.fori_loop(shared, pl.cdiv(end, BLOCK), step, sums)
-    out = (mixed / total[:, None]).astype(out_ref.dtype)
-    out_ref[request, token, head * group + member, :] = out
+    _, total, *mixed = jax.lax.fori_loop(shared, pl.cdiv(end, BLOCK), step, sums)
+    for part, x in zip(parts, mixed, strict=True):
+        out_ref[*place, part] = (x / total[:, None]).astype(out_ref.dtype)
 
 
 def specjax_invariant_prefill(
@@ -194,6 +209,7 @@ def specjax_invariant_prefill(
     block_rows: int,
     page_size: int,
     scale: float,
+    implementation: str,
 ) -> None:
     """Kernel body: one program per (KV head, tile of query rows of one segment)."""
     group = q_ref.shape[1] // pool_ref.shape[3]
@@ -206,25 +222,28 @@ def specjax_invariant_prefill(
         row = jnp.arange(block_rows, dtype=jnp.int32) % (block_rows // group * group)
         token = jnp.minimum(row // group, tokens - 1)
         member = head * group + row % group
-        q = for_products(q_ref[first_row + token, member, :], pool_ref)
+        parts = head_spans(pool_ref)
+        q = [for_products(q_ref[first_row + token, member, part], pool_ref) for part in parts]
         begin = end - tokens
 
         def step(i: Array, sums: Sums, *, is_masked: bool) -> Sums:
             position = i * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)
             key = jnp.minimum(position, end - 1) if is_masked else position
-            k, v = load_kv(pool_ref, layer, table_ref, segment, head, key, page_size, q.dtype)
+            slot = slots_of(table_ref, segment, key, page_size)
+            kv = load_kv(pool_ref, layer, slot, head, q[0].dtype, implementation)
             visible = (position - begin)[None, :] <= token[:, None] if is_masked else None
-            return _add(sums, _block(q, k, v, scale, visible), scale)
+            return _add(sums, _block(q, kv, scale, visible), scale)
 
-        sums = empty_sums(block_rows, q.shape[1])
+        sums: Sums = empty_sums(block_rows, *(part.size for part in parts))
         # the first token of the tile sees all keys in these blocks
         whole = jnp.maximum(begin + 1, 0) // BLOCK
         sums = jax.lax.fori_loop(0, whole, partial(step, is_masked=False), sums)
         masked = partial(step, is_masked=True)
-        _, total, mixed = jax.lax.fori_loop(whole, pl.cdiv(end, BLOCK), masked, sums)
+        _, total, *mixed = jax.lax.fori_loop(whole, pl.cdiv(end, BLOCK), masked, sums)
         # rows of padding have no keys
-        out = mixed / jnp.where(total > 0.0, total, 1.0)[:, None]
-        out_ref[first_row + token, member, :] = out.astype(out_ref.dtype)
+        total = jnp.where(total > 0.0, total, 1.0)[:, None]
+        for part, x in zip(parts, mixed, strict=True):
+            out_ref[first_row + token, member, part] = (x / total).astype(out_ref.dtype)
 
 
 def _paths(tree_mask: Array) -> tuple[Array, Array]:
@@ -238,12 +257,11 @@ def _paths(tree_mask: Array) -> tuple[Array, Array]:
 
 def _check(q: Array, pool: Array, ndim: int) -> None:
     check_heads(q, pool, ndim)
-    check_address(pool)
     group, dim = q.shape[-2] // pool.shape[3], q.shape[-1]
-    if dim not in HEAD_DIMS or group > MAX_ROWS:
+    if dim not in HEAD_DIMS or pool.shape[4] < HEAD_DIMS[0] or group > MAX_ROWS:
         raise NotImplementedError(
-            f"deterministic attention supports head dims of {HEAD_DIMS} (got {dim}) and at most "
-            f"{MAX_ROWS} query heads per KV head (got {group})"
+            f"deterministic attention supports head dims of {HEAD_DIMS} (got {dim}; KV in words: "
+            f"from 32) and at most {MAX_ROWS} query heads per KV head (got {group})"
         )
 
 
@@ -287,7 +305,7 @@ def invariant_tree_attention(
         )
         return out.reshape(q.shape)
     num_kept = 1 if is_enough else num_blocks
-    form = {"page_size": page_size, "scale": dim**-0.5 * LOG2E}
+    form = {"page_size": page_size, "scale": dim**-0.5 * LOG2E, "implementation": implementation}
     # the layer is an operand, so that all layers of a model share one compiled kernel
     inputs = (jnp.full((1,), layer, jnp.int32), page_table, seq_lens, q, pool)
     kept = (batch, kv_heads, num_kept, num_rows)
@@ -330,18 +348,19 @@ def invariant_prefill_attention(
     query rows (tokens x heads of a group) per program.
     """
     _check(q, pool, 3)
+    implementation = resolve(implementation)
     rows, heads, dim = q.shape
     kv_heads = pool.shape[3]
     group = heads // kv_heads
     if block_rows is None:
         block_rows = 64 if rows * group <= 2048 else 128
     work = tile_map(starts, counts, rows, block_rows // group)
-    form = {"page_size": page_size, "scale": dim**-0.5 * LOG2E}
+    form = {"page_size": page_size, "scale": dim**-0.5 * LOG2E, "implementation": implementation}
     return triton_call(
         partial(specjax_invariant_prefill, block_rows=block_rows, **form),
         grid=(kv_heads, work.shape[0]),
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
         num_warps=4 if block_rows <= 64 else 8,
         num_stages=2,
-        implementation=resolve(implementation),
+        implementation=implementation,
     )(jnp.full((1,), layer, jnp.int32), work, page_table, q, pool)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
 from specjax.kernels.backend import (
-    is_addressed,
+    WORD,
     load,
     power_of_two,
     resolve,
@@ -31,20 +31,16 @@ MAX_COLUMNS = 2048
 
 def finite_or_zero(values: Array) -> Array:
     """Replace non-finite values by 0, because a NaN times a mask of 0 is still NaN."""
+    if values.dtype == WORD:  # e4m3 has no infinity; these bits of a byte are its NaN
+        for nan, other in ((0x7F, 0xFF00), (0x7F00, 0xFF)):
+            is_nan = values & WORD.type(nan) == nan
+            values = jnp.where(is_nan, values & WORD.type(other), values)
+        return values
     if not jnp.issubdtype(values.dtype, jnp.inexact):
         return values
     # a test in float32 is exact for all 16-bit values and lowers on every backend
     is_finite = jnp.abs(values.astype(jnp.float32)) < jnp.inf
     return jnp.where(is_finite, values, jnp.zeros_like(values))
-
-
-def saturated(x: Array, dtype: jnp.dtype | type) -> Array:
-    """Cast ``x`` to a smaller dtype; values beyond its range become its largest, and NaN stays."""
-    if x.dtype == dtype:
-        return x
-    most, wide = float(jnp.finfo(dtype).max), x.astype(jnp.float32)
-    # in a GPU kernel, minimum and maximum drop NaN
-    return jnp.where(wide == wide, jnp.clip(wide, -most, most), wide).astype(dtype)
 
 
 def _block(width: int) -> int:
@@ -92,7 +88,7 @@ def gather_rows(pool: Array, index: Array, *, implementation: str | None = None)
     implementation = resolve(implementation)
     _check(pool, index)
     shape = (pool.shape[0], index.shape[0], *pool.shape[2:])
-    if implementation == "xla" or 0 in shape or not is_addressed(pool):
+    if implementation == "xla" or 0 in shape:
         return pool[:, index]
     width = math.prod(pool.shape[2:])
     flat = triton_call(
@@ -122,7 +118,7 @@ def scatter_rows(
     wanted = (pool.shape[0], index.shape[0], *pool.shape[2:])
     if rows.shape != wanted or rows.dtype != pool.dtype:
         raise ValueError(f"rows {rows.dtype}{rows.shape} must be {pool.dtype}{wanted}")
-    if implementation == "xla" or 0 in rows.shape or not is_addressed(pool):
+    if implementation == "xla" or 0 in rows.shape:
         rows = finite_or_zero(rows)
         return pool.at[:, index].set(rows, mode="drop", unique_indices=True)
     width = math.prod(pool.shape[2:])
@@ -197,7 +193,7 @@ def move_kv(
     Writes in place if the caller donates ``pool``; otherwise XLA copies it first.
 
     Args:
-        pool: ``[L, slots, 2, KV, H]``.
+        pool: ``[L, slots, 2, KV, H]``, or of words.
         source: i32 ``[B, A]``, slots to read; -1 skips the entry.
         destination: i32 ``[B, A]``, slots to write. Destinations of moved entries are distinct,
             and none is a source of another request.
@@ -212,7 +208,7 @@ def move_kv(
             f"pool {pool.shape} must be [L, slots, 2, KV, H], source {source.shape} and "
             f"destination {destination.shape} both [B, A]"
         )
-    if implementation == "xla" or 0 in (pool.size, source.size) or not is_addressed(pool):
+    if implementation == "xla" or 0 in (pool.size, source.size):
         return _move_reference(pool, source, destination)
     layers, num_slots = pool.shape[:2]
     batch, num_rows = source.shape

@@ -16,14 +16,13 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
-from specjax.kernels.backend import power_of_two, resolve, spans, takes_head_dim, triton_call
+from specjax.kernels.backend import power_of_two, resolve, takes_head_dim, triton_call
+from specjax.kernels.kv_format import for_products, head_spans, load_kv
 from specjax.kernels.tree_attention import (
     NEGATIVE,
     base2_scores,
-    check_address,
     check_heads,
     empty_sums,
-    for_products,
     row_dot,
     tree_attention,
     with_sinks,
@@ -121,10 +120,11 @@ def specjax_prefill_attention(
     scale: float,
     window: int | None,
     softcap: float | None,
+    implementation: str,
 ) -> None:
     """Kernel body: one program per (KV head, tile of query rows of one segment)."""
     layer_ref, map_ref, table_ref, q_ref, pool_ref, *sink_refs, out_ref = refs
-    group, parts = q_ref.shape[1] // pool_ref.shape[3], spans(q_ref.shape[2])
+    group, parts = q_ref.shape[1] // pool_ref.shape[3], head_spans(pool_ref)
     layer, head, tile = layer_ref[0], pl.program_id(0), pl.program_id(1)
     segment, first_row, tokens, total = (map_ref[tile, i] for i in range(4))
 
@@ -148,10 +148,7 @@ def specjax_prefill_attention(
                 key = jnp.maximum(key, jnp.maximum(first_position - window + 1, 0))
             page = table_ref[segment, jnp.minimum(key // page_size, table_ref.shape[1] - 1)]
             slot = page * page_size + key % page_size
-            k, v = (
-                [pool_ref[layer, slot, i, head, part].astype(q[0].dtype) for part in parts]
-                for i in range(2)
-            )
+            k, v = load_kv(pool_ref, layer, slot, head, q[0].dtype, implementation)
             products = [row_dot(x, y, transpose=True) for x, y in zip(q, k, strict=True)]
             scores = base2_scores(sum(products[1:], products[0]), scale, softcap)
             if is_masked:
@@ -212,7 +209,8 @@ def prefill_attention(
 
     Args:
         q: ``[W, N, H]``, rotated queries: the rows of segment 0, of segment 1, ..., then padding.
-        pool: ``[L, slots, 2, KV, H]``, already holding the new tokens' keys and values.
+        pool: ``[L, slots, 2, KV, H]``, or words of ``[L, slots, 2, KV, H / 2]``, already holding
+            the new tokens' keys and values.
         page_table: i32 ``[G, P]``; entries after a request's pages are 0.
         starts: i32 ``[G]``, position of each segment's first token.
         counts: i32 ``[G]``, tokens of each segment, possibly 0. Their sum is at most W.
@@ -229,7 +227,7 @@ def prefill_attention(
 
     Raises:
         NotImplementedError: in the Pallas kernel, if the head dim is not a multiple of 16 up to
-            256, or if there are more query heads per KV head than rows in a tile.
+            256 (words: of 32), or if there are more query heads per KV head than rows in a tile.
     """
     check_heads(q, pool, 3)
     if not page_table.shape[:1] == starts.shape == counts.shape:
@@ -237,7 +235,9 @@ def prefill_attention(
             f"page_table {page_table.shape}, starts {starts.shape} and counts {counts.shape} must "
             "be [G, P], [G] and [G]"
         )
-    implementation = resolve(implementation, head_dim=q.shape[2], is_attention=True)
+    implementation = resolve(
+        implementation, head_dim=q.shape[2], kv_dtype=pool.dtype, is_attention=True
+    )
     if implementation in ("xla", "chunked"):
 
         def attention(rows: Array, g: Array) -> Array:
@@ -247,16 +247,15 @@ def prefill_attention(
             return tree_attention(rows[None], pool, layer, *request, **form)[0]
 
         return _by_segment(q, counts, attention)
-    check_address(pool)
     rows, heads, dim = q.shape
     group = heads // pool.shape[3]
     if tiles is None:
         tiles = PrefillTiles.choose(tokens=rows, group=group, head_dim=dim, dtype=q.dtype)
-    if not takes_head_dim(dim) or group > tiles.block_rows:
+    if not takes_head_dim(dim, pool.dtype) or group > tiles.block_rows:
         raise NotImplementedError(
-            f"the Pallas kernel supports head dims of multiples of 16 up to 256 (got {dim}) "
-            f"and at most {tiles.block_rows} query heads per KV head (got {group}); use "
-            "implementation='xla'"
+            "the Pallas kernel supports head dims of multiples of 16 (KV in words: 32) up to 256 "
+            f"(got {dim}), and at most {tiles.block_rows} query heads per KV head (got {group}); "
+            "use implementation='xla'"
         )
     work = tile_map(starts, counts, rows, tiles.block_rows // group)
     return triton_call(
@@ -267,6 +266,7 @@ def prefill_attention(
             scale=dim**-0.5,
             window=window,
             softcap=softcap,
+            implementation=implementation,
         ),
         grid=(pool.shape[3], work.shape[0]),
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),

@@ -16,13 +16,13 @@ from jax.experimental import pallas as pl
 from specjax.kernels.add_norm import rms_norm, scaled, whole
 from specjax.kernels.backend import (
     INVARIANT,
-    is_addressed,
+    WORD,
     power_of_two,
     resolve,
     spans,
     triton_call,
 )
-from specjax.kernels.kv_rows import saturated
+from specjax.kernels.kv_format import head_dim_of, saturated, to_pool, to_words
 
 # enough to give each of 132 multiprocessors several programs
 ENOUGH_PROGRAMS = 1024
@@ -53,7 +53,7 @@ def _reference(
 ) -> Any:
     q, k, v = (whole(x, 4, jnp.bfloat16) for x in (q, k, v))
     q, k = normed(q, k, norms)
-    stored = saturated(jnp.stack([rotate(k, cos, sin), v], axis=2), pool.dtype)
+    stored = to_pool(jnp.stack([rotate(k, cos, sin), v], axis=2), pool.dtype)
     return rotate(q, cos, sin), pool.at[layer, slots].set(stored)
 
 
@@ -86,6 +86,13 @@ def specjax_rope_store(
     values = [(loaded(low), loaded(high)) for low, high in pairs]
     layer = layer_ref[0]
 
+    def put(ref: Any, at: Any, pair: Any, low: Any, high: Any) -> None:
+        if ref.dtype == WORD:
+            ref[*at, low] = to_words(*pair)
+            return
+        for z, span in zip(pair, (low, high), strict=True):
+            ref[*at, span] = saturated(z, ref.dtype)
+
     def store_rotated(index: int, ref: Any, *at: Any) -> None:
         wide = [(x.astype(jnp.float32), y.astype(jnp.float32)) for x, y in values]
         if scale_refs:
@@ -101,9 +108,8 @@ def specjax_rope_store(
             ]
         for (x, y), (low, high) in zip(wide, pairs, strict=True):
             cos, sin = cos_ref[token, low], sin_ref[token, low]
-            turned = (x * cos - y * sin, low), (y * cos + x * sin, high)
-            for z, span in turned:
-                ref[*at, span] = saturated(z.astype(q_ref.dtype), ref.dtype)
+            turned = x * cos - y * sin, y * cos + x * sin
+            put(ref, at, [z.astype(q_ref.dtype) for z in turned], low, high)
 
     @pl.when(head < heads)
     def _() -> None:
@@ -116,9 +122,8 @@ def specjax_rope_store(
     @pl.when(head >= heads + kv_heads)
     def _() -> None:
         slot, at = slots_ref[token], head - heads - kv_heads
-        for (x, y), (low, high) in zip(values, pairs, strict=True):
-            pool_ref[layer, slot, 1, at, low] = saturated(x, pool_ref.dtype)
-            pool_ref[layer, slot, 1, at, high] = saturated(y, pool_ref.dtype)
+        for pair, slices in zip(values, pairs, strict=True):
+            put(pool_ref, (layer, slot, 1, at), pair, *slices)
 
 
 def rope_store(
@@ -145,7 +150,8 @@ def rope_store(
         v: ``[B, T, KV, H]``.
         cos: f32 ``[B, T, 1, H / 2]``.
         sin: f32 ``[B, T, 1, H / 2]``.
-        pool: ``[L, slots, 2, KV, H]``, in the dtype of q, k and v or in e4m3, which saturates.
+        pool: ``[L, slots, 2, KV, H]``, in the dtype of q, k and v, or words of
+            ``[L, slots, 2, KV, H / 2]``, whose values saturate.
         slots: i32 ``[B, T]``; if slots are equal (padding page), one of their tokens is kept.
         norms: scales ``[H]`` of the RMS norms of each query and each key head, in the dtype of q
             or float32, and their epsilon; ``None`` skips them. The mean square is in float32.
@@ -160,7 +166,7 @@ def rope_store(
     tables = (*q.shape[-4:-2], 1, q.shape[-1] // 2)
     if (
         k.shape != v.shape
-        or k.shape[-2:] != pool.shape[3:]
+        or k.shape[-2:] != (pool.shape[3], head_dim_of(pool))
         or slots.shape != q.shape[-4:-2]
         or cos.shape != tables
         or sin.shape != tables
@@ -172,7 +178,7 @@ def rope_store(
             "expected [B, T, N, H], [B, T, KV, H] twice, [B, T, 1, H / 2] twice, [B, T], "
             "[L, slots, 2, KV, H] and [H] twice"
         )
-    if implementation == "xla" or q.size == 0 or not is_addressed(pool):
+    if implementation == "xla" or q.size == 0:
         return _reference(q, k, v, cos, sin, pool, layer, slots, norms)
     *lead, heads, dim = q.shape[-4:]
     # the three are parts of one matrix product, so XLA removes the split and the concatenation

@@ -261,7 +261,6 @@ def plan_engine(args: EngineArgs) -> EnginePlan:
         if num_pages > num_window_pages:  # otherwise, a split would save nothing
             break
     config = replace(config, num_pages=num_pages)
-    config, needs = sizing.with_unused(networks, config, needs, memory)
     plan = EnginePlan(args, target, drafts, networks, needs, config, context_length)
     for line in plan.describe():
         logger.info(line)

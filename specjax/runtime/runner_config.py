@@ -3,7 +3,7 @@
 import os
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import count, product, takewhile
 from typing import Any, NamedTuple
 
@@ -159,7 +159,7 @@ class MemoryNeeds(NamedTuple):
     weight_bytes: int  # weights, and state whose size does not depend on the KV pool
     token_bytes: int  # state per token in the KV pool
     temporary_bytes: int  # upper bound while a function runs and KV arrives from a prefill worker
-    # KV pool of the layers with a window, if they have their own, and unused KV indices
+    # KV pool of the layers with a window, if they have their own
     window_bytes: int = 0
 
 
@@ -183,24 +183,6 @@ def _state_bytes(networks: Networks, config: RunnerConfig, num_kv: int) -> int:
     sizes = config.sizes._replace(num_kv=num_kv)
     pool = target_pool(networks.target_config, num_kv, config.num_window_kv)
     return tree_bytes((config.algorithm.abstract_state(networks, sizes), pool))
-
-
-def with_unused(
-    networks: Networks, config: RunnerConfig, needs: MemoryNeeds, memory: int
-) -> tuple[RunnerConfig, MemoryNeeds]:
-    """Add the unused KV indices of pools to ``needs``; take fewer pages if they do not fit."""
-    room = memory - needs.temporary_bytes - needs.weight_bytes - needs.window_bytes
-    first = _state_bytes(networks, config, 1)
-
-    def unused(config: RunnerConfig) -> int:
-        used = (config.sizes.num_kv - 1) * needs.token_bytes
-        return _state_bytes(networks, config, config.sizes.num_kv) - first - used
-
-    while (more := unused(config)) > max(0, room - config.sizes.num_kv * needs.token_bytes):
-        if config.num_pages == 2:
-            break
-        config = replace(config, num_pages=max(2, config.num_pages * 7 // 8))
-    return config, needs._replace(window_bytes=needs.window_bytes + more)
 
 
 def tree_bytes(arrays: Any) -> int:

@@ -4,7 +4,6 @@ An algorithm defines how tokens are drafted. All algorithms share verification, 
 scheduling and the compiled rounds. The shared code does not depend on the algorithm.
 """
 
-import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -15,7 +14,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from specjax.config import MAX_STEPS, ModelConfig
-from specjax.kernels.backend import INVARIANT, is_addressed
+from specjax.kernels.backend import INVARIANT, WORD
 from specjax.kv.pages import PagedAttend, PageView, Segments
 from specjax.models.decoder import CausalLM
 from specjax.models.flat import FlatModel, Networks, Placement
@@ -379,19 +378,15 @@ if not TYPE_CHECKING:  # registry imports this module, and authors import only f
 
 
 def kv_pool(config: Any, num_kv: int) -> jax.ShapeDtypeStruct:
-    """Shape ``[L, num_kv, 2, KV, H]`` and dtype of the KV pool of a network.
-
-    A pool that kernels could not address has unused KV indices, which make it larger.
-    """
+    """Shape and dtype of the KV pool of a network, see ``kernels/kv_format.py``."""
     return _pool(config, config.num_layers, num_kv)
 
 
 def _pool(config: Any, layers: int, num_kv: int) -> jax.ShapeDtypeStruct:
-    rest = 2, config.num_kv_heads, config.head_dim
-    pool = jax.ShapeDtypeStruct((layers, num_kv, *rest), jnp.dtype(config.dtypes.kv))
-    if is_addressed(pool):
-        return pool
-    return pool.update(shape=(layers, 2**32 // (layers * math.prod(rest)) + 1, *rest))
+    dtype, width = jnp.dtype(config.dtypes.kv), config.head_dim
+    if dtype.itemsize == 1:
+        dtype, width = WORD, width // 2
+    return jax.ShapeDtypeStruct((layers, num_kv, 2, config.num_kv_heads, width), dtype)
 
 
 def target_pool(

@@ -190,7 +190,7 @@ def test_contiguous_arrays_are_cut_into_views() -> None:
 
 def test_frames_of_schema_5() -> None:
     """If these bytes or messages change, raise SCHEMA."""
-    assert (SCHEMA, FRAME_BYTES) == (5, 2**20)
+    assert (SCHEMA, FRAME_BYTES) == (6, 2**20)
     kv = [["int16", [2, 3]], ["bool", [1]]]
     head = head_of("Piece", id=3, start=16, count=2, kv=kv)
     assert [bytes(f) for f in encode(PIECE)] == [head, *(array.tobytes() for array in PIECE.kv)]

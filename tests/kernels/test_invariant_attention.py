@@ -6,11 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from specjax.kernels.backend import WORD
 from specjax.kernels.invariant_attention import (
     BLOCK,
     invariant_prefill_attention,
     invariant_tree_attention,
 )
+from specjax.kernels.kv_format import from_pool, to_pool
 
 from tests.kernels import test_prefill_attention as prefill_cases
 from tests.kernels.lowering import lower_for_cuda
@@ -50,10 +52,11 @@ def test_tree_attention_equals_brute_force(implementation, case, dtype, tree):
 @pytest.mark.parametrize("implementation", RUNS)
 def test_pools_of_8_bit_floats(implementation):
     q, pool, table, lens, mask, page_size = make_case(CASES[2], "bfloat16", True)
-    pool = pool.astype(jnp.float8_e4m3fn)
+    stored = to_pool(pool, WORD)
     form = {"page_size": page_size, "implementation": implementation}
-    out = invariant_tree_attention(q, pool, 1, table, lens, mask, **form)
-    expected = brute_force(q, pool, table, lens, mask, page_size)
+    call = jax.jit(partial(invariant_tree_attention, **form), static_argnums=2)
+    out = call(q, stored, 1, table, lens, mask)
+    expected = brute_force(q, from_pool(stored, jnp.float32), table, lens, mask, page_size)
     assert relative_error(out, expected) < BOUNDS["bfloat16"]
 
 

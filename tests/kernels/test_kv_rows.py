@@ -1,8 +1,5 @@
 """KV rows of single tokens read from, written to and moved inside a pool, against Python loops."""
 
-from functools import partial
-
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -10,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from specjax.kernels.kv_rows import gather_rows, move_kv, scatter_rows
 
-from .lowering import TRITON_CALL, lower_for_cuda
-from .runs import DEVICE, RUNS, run_jitted
+from .runs import RUNS, run_jitted
 
 # layers, KV indices, rows to move, shape of a row, dtype
 CASES = [
@@ -20,7 +16,7 @@ CASES = [
     (1, 9, 1, (5,), "float16"),
     (2, 30, 11, (2, 8, 160), "bfloat16"),  # several column blocks
     (2, 20, 6, (3,), "int32"),
-    (2, 40, 16, (2, 2, 16), "float8_e4m3fn"),
+    (2, 40, 16, (2, 2, 16), "int8"),
     (2, 20, 6, (), "float32"),
 ]
 
@@ -65,7 +61,7 @@ def test_rows_go_into_a_pool(case: tuple, run: dict) -> None:
 
 
 @pytest.mark.parametrize("run", RUNS)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16", "float8_e4m3fn"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16"])
 def test_non_finite_values_become_zero(dtype: str, run: dict) -> None:
     case = (2, 12, 4, (2, 1, 8), dtype)
     pool, index, rows = make(case, 2)
@@ -79,13 +75,18 @@ def test_non_finite_values_become_zero(dtype: str, run: dict) -> None:
     np.testing.assert_array_equal(bits(out), bits(expected))
 
 
-@pytest.mark.parametrize(("slots", "calls"), [(1_000_000, 1), (1_120_000, 0)])
-def test_pools_beyond_the_offsets_of_a_kernel_have_none(slots: int, calls: int) -> None:
-    """With one byte per entry from 2 GiB on; wider dtypes use 64-bit offsets."""
-    pool = jax.ShapeDtypeStruct((2, slots, 1024), jnp.int8)
-    index = jax.ShapeDtypeStruct((64,), jnp.int32)
-    text = lower_for_cuda(partial(gather_rows, **DEVICE), pool, index)
-    assert text.count(f"custom_call @{TRITON_CALL}") == calls
+@pytest.mark.parametrize("run", RUNS)
+def test_non_finite_values_in_words_become_zero(run: dict) -> None:
+    pool, index, rows = make((2, 12, 4, (2, 1, 8), "uint16"), 2)
+    rows[...] = 521 * np.arange(rows.size).reshape(rows.shape) % 0x7F00
+    rows[0, 0, 0, 0] = 0x7F7F, 0xFF7F, 0x7F01, 0x80FF, 0x7E7E, 0xFFFF, 0xFF, 0x7F00
+    narrow = rows.view(jnp.float8_e4m3fn).astype(np.float32)
+    assert np.isnan(narrow[0, 0, 0, 0]).sum() == 10
+    out = run_jitted(scatter_rows, run, pool, index, rows)
+    found = out[:, index].view(jnp.float8_e4m3fn).astype(np.float32)
+    np.testing.assert_array_equal(found, np.nan_to_num(narrow))
+    others = np.setdiff1d(np.arange(12), index)
+    np.testing.assert_array_equal(out[:, others], pool[:, others])
 
 
 # moves
@@ -137,7 +138,7 @@ def check_move(pool: np.ndarray, source: np.ndarray, destination: np.ndarray, ru
         (4, 4, (2, 41, 2, 16, "bfloat16")),
         (3, 6, (3, 60, 3, 10, "float32")),  # a row of 60 entries: not a power of two
         (2, 1, (1, 16, 1, 64, "bfloat16")),
-        (4, 4, (2, 41, 2, 16, "float8_e4m3fn")),
+        (4, 4, (2, 41, 2, 16, "uint16")),
         (3, 17, (2, 240, 1, 8, "float32")),
         (3, 5, (2, 64, 8, 128, "bfloat16")),  # several column blocks
     ],

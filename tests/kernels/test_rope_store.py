@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from specjax.kernels.backend import WORD
+from specjax.kernels.kv_format import from_pool, to_pool
 from specjax.kernels.rope_store import rope_store
 
 from .runs import DEVICE, RUNS
@@ -81,12 +83,12 @@ def test_8_bit_floats_saturate(dtype, run):
     q, k, v, cos, sin, pool, slots = make_case(GPU_CASES[-1], dtype)
     k, v = 200 * k, 200 * v
     v = v.at[0, 1, 1, 3].set(jnp.nan)
-    pool = pool.astype(jnp.float8_e4m3fn)
+    pool = to_pool(pool, WORD)
     call = jax.jit(lambda *args: rope_store(*args[:6], 1, args[6], **run))
     out, after = call(q, k, v, cos, sin, pool, slots)
     assert (out.dtype, after.dtype) == (q.dtype, pool.dtype)
     at = np.asarray(slots)
-    live, stored = at > 0, np.asarray(after[1]).astype(np.float64)
+    live, stored = at > 0, np.asarray(from_pool(after[1], jnp.float32), np.float64)
     expected = np.stack([turned(k, cos, sin), np.asarray(v, np.float64)], axis=2)[live]
     assert (np.abs(expected) > 500).any()
     assert np.isnan(expected).sum() == 1

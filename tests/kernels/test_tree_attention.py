@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from specjax.kernels.backend import WORD
+from specjax.kernels.kv_format import from_pool, to_pool
 from specjax.kernels.tree_attention import AttentionTiles, tree_attention
 
 # batch, tokens, query heads, KV heads, head dim, page size, pages per request
@@ -107,16 +109,19 @@ def relative_error(out, expected):
     return np.abs(np.asarray(out, np.float64) - expected).max() / np.abs(expected).max()
 
 
-def check(function, case, dtype, tree, level=None, window=None, pool_dtype=None):
+def check(function, case, dtype, tree, level=None, window=None, in_words=False):
     """With ``level``, only the last ``level`` rows are queries; they attend over all new keys."""
     q, pool, table, lens, mask, page_size = make_case(case, dtype, tree)
-    pool = pool.astype(pool_dtype or dtype)
+    stored = pool
+    if in_words:
+        stored = to_pool(pool, WORD)
+        pool = from_pool(stored, jnp.float32)
     if level is not None:
         q, mask = q[:, -level:], mask[:, -level:]
     expected = brute_force(q, pool, table, lens, mask, page_size, window=window)
     given = mask if tree else None
     call = jax.jit(partial(function, page_size=page_size, window=window), static_argnums=2)
-    out = call(q, pool, 1, table, lens, given)
+    out = call(q, stored, 1, table, lens, given)
     assert out.dtype == q.dtype
     assert relative_error(out, expected) < BOUNDS[dtype]
 
@@ -138,10 +143,38 @@ def test_equals_brute_force(function, case, dtype, tree):
     check(function, case, dtype, tree)
 
 
-@pytest.mark.parametrize("tree", [False, True])
+@pytest.mark.parametrize(
+    ("case", "dtype", "tree", "window"),
+    [
+        (CASES[2], "bfloat16", False, None),
+        (CASES[2], "bfloat16", True, 30),
+        (CASES[5], "float32", True, None),
+    ],
+    ids=str,
+)
 @FORMS_AND_GPU
-def test_pools_of_8_bit_floats(function, tree):
-    check(function, CASES[2], "bfloat16", tree, pool_dtype=jnp.float8_e4m3fn)
+def test_pools_of_8_bit_floats(function, case, dtype, tree, window):
+    check(function, case, dtype, tree, window=window, in_words=True)
+
+
+@pytest.mark.parametrize("window", [None, 30])
+@pytest.mark.parametrize("in_words", [False, True])
+@FORMS_AND_GPU
+def test_one_program_per_head_and_request(function, in_words, window):
+    """Only then, there are two loops over the keys; "reference" and "chunked" have no tiles."""
+    if function in (PALLAS, INTERPRET):
+        function = partial(function, tiles=AttentionTiles(16, 16, 1, num_warps=4, num_stages=3))
+    check(function, CASES[2], "bfloat16", True, window=window, in_words=in_words)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", GPU_CASES, ids=str)
+def test_kernel_with_8_bit_floats_on_gpu(case):
+    if case[4] % 32:
+        with pytest.raises(NotImplementedError, match="KV in words: 32"):
+            check(PALLAS, case, "bfloat16", True, in_words=True)
+        return
+    check(PALLAS, case, "bfloat16", True, in_words=True)
 
 
 @pytest.mark.gpu
