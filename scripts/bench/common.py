@@ -193,11 +193,14 @@ def peak_gb() -> float:
 
 
 def copy_bandwidth() -> float:
-    """Return bytes read and written per second by a pass over 4 GiB (64 MiB on a CPU)."""
+    """Return bytes read and written per second by a pass over 1 GiB (64 MiB on a CPU).
+
+    Up to three such arrays exist at a time, which must be less than the peak of an engine.
+    """
     import jax
     import jax.numpy as jnp
 
-    x = jnp.arange(2**30 if jax.default_backend() == "gpu" else 2**24, dtype=jnp.float32)
+    x = jnp.arange(2**28 if jax.default_backend() == "gpu" else 2**24, dtype=jnp.float32)
     copy = jax.jit(lambda x: x + 1.0)
     copy(x).block_until_ready()
     seconds = []

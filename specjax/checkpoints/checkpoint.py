@@ -1,5 +1,6 @@
 """A model on disk: its configuration, and its weights by the names of the engine."""
 
+import math
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -68,8 +69,12 @@ class Checkpoint(Generic[C]):
         def make(recipe: Recipe) -> np.ndarray:
             return make_weight(recipe, source, np.dtype(recipe.dtype or dtype))
 
+        # the largest first, so that no thread works on one while the others have nothing left
+        by_size = sorted(recipes, key=lambda name: -math.prod(recipes[name].shape))
         with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
-            return dict(zip(recipes, pool.map(make, recipes.values()), strict=True))
+            made = pool.map(make, (recipes[name] for name in by_size))
+            found = dict(zip(by_size, made, strict=True))
+        return {name: found[name] for name in recipes}
 
     def recipes(self) -> Recipes:
         """Return the recipe of each weight by name; in recipes, tensors have canonical names."""

@@ -48,7 +48,7 @@ def test_engines_equal_plain_decoding(files, drafts, name, row, device) -> None:
     """With 64 and more rows, activations of 8 bits go through another product.
 
     A Hopper GPU adds up products of 8-bit floats in about 14 bits (DeepSeek-V3 report, 3.3.2), so
-    there, FP8 engines stay below 64 rows.
+    there, FP8 engines stay below 64 rows. ``test_flipped_codes`` crosses this number.
     """
     rng = np.random.default_rng(ROWS.index((name, row)))
     options = drafting(row, drafts) | serving(row) | FORMATS[name]

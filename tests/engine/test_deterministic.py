@@ -226,3 +226,16 @@ class TestOnGpu:
         prompts, params = jobs[0][:2], [jobs[1][1]] * 2
         seeded = [one | {"sampling_seed": DEFAULT_SEED} for one in params]
         assert self.texts(plain, prompts, params) == self.texts(plain, prompts, seeded)
+
+    def test_kv_of_8_bits(self, plain: Engine, jobs: Any) -> None:
+        prompts, params = (list(one[:8]) for one in jobs)
+        found = []
+        for algorithm in ("NONE", "NGRAM"):
+            kind = {"speculative_algorithm": algorithm, "kv_cache_dtype": "fp8_e4m3"}
+            with Engine(plain.target.path, **self.options(**kind)) as engine:
+                if algorithm == "NONE":
+                    alone = zip(prompts, params, strict=True)
+                    found.append([self.texts(engine, [x], [y])[0] for x, y in alone])
+                found.append(self.texts(engine, prompts, params))
+        assert found[0] == found[1] == found[2]
+        assert found[0] != self.texts(plain, prompts, params)
