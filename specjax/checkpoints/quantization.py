@@ -10,8 +10,10 @@ groups have zero points. Formats, with their names of tensors:
   zero points, ``X_zero_point`` i32 ``[out * bits / 32, groups]``.
 """
 
+import os
 import re
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from threading import Lock
 from typing import Any
 
@@ -28,6 +30,7 @@ from specjax.models.weights import largest
 PACKED, ZERO_POINT, BLOCK_SCALE = "_packed", "_zero_point", "_scale_inv"
 # values that are quantised at once: with all values of a matrix, it takes twice as long
 _CACHED = 2**17
+_LARGE = 2**27  # values of a matrix that several threads quantise
 # tensors next to a quantised matrix, and the scales of a quantised KV cache, which is kept whole
 _REPLACED = (SCALE, BLOCK_SCALE, PACKED, ZERO_POINT, "_shape")
 _KV_SCALES = re.compile(
@@ -159,7 +162,8 @@ def quantise(
     groups = -(-columns // size)
     found = np.empty((rows, columns), dtype), np.empty((rows, groups), np.float32)
     step = max(1, _CACHED // columns)
-    for start in range(0, rows, step):
+
+    def rounds(start: int) -> None:
         own = slice(start, start + step)
         part = np.zeros((len(matrix[own]), groups * size), np.float32)
         part[:, :columns] = matrix[own]
@@ -179,6 +183,11 @@ def quantise(
         rounded = to_e4m3(part) if dtype == float8_e4m3fn else part
         found[0][own] = rounded[:, :columns]
         found[1][own] = scale.reshape(-1, groups)
+
+    # the threads that load other matrices have often finished before an output head
+    threads = min(4, os.cpu_count() or 1) if matrix.size > _LARGE else 1
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(rounds, range(0, rows, step)))
     return found
 
 

@@ -90,13 +90,15 @@ class FlatModel(Generic[M]):
         One small function is compiled per shape, so that models with many weights start fast.
         """
         key = jax.random.key(seed)
-        described = zip(self.abstract, self.initial, strict=True)
-        return tuple(
-            _normal(jax.random.fold_in(key, i), leaf.shape, leaf.dtype, stddev)
-            if stddev
-            else jnp.full(leaf.shape, mean, leaf.dtype)
-            for i, (leaf, (mean, stddev)) in enumerate(described)
-        )
+        drawn = {}
+        # values are drawn in float32, so the largest array takes much memory: while there is room
+        for i in sorted(range(len(self.abstract)), key=lambda i: -self.abstract[i].size):
+            leaf, (mean, stddev) = self.abstract[i], self.initial[i]
+            if stddev:
+                drawn[i] = _normal(jax.random.fold_in(key, i), leaf.shape, leaf.dtype, stddev)
+            else:
+                drawn[i] = jnp.full(leaf.shape, mean, leaf.dtype)
+        return tuple(drawn[i] for i in range(len(drawn)))
 
     def order(self, named: Mapping[str, Any]) -> tuple[Any, ...]:
         """Return the values of a mapping by weight name, in the order of the weights."""

@@ -1,6 +1,6 @@
 """Activations of 8 bits: a pass over other numbers of rows differs only where a code flips.
 
-Matrix products of floats add up in another order for another number of rows. A value beside the
+Matrix products of floats add up in another order for another number of rows. A value near the
 boundary between two 8-bit values, the codes, can then be rounded to the other one. Such a
 difference grows from layer to layer, so texts may differ from there on. These tests run the same
 tokens one by one and in blocks, as plain decoding and verification do.
