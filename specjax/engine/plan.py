@@ -14,6 +14,7 @@ from specjax.checkpoints.checkpoint import Checkpoint
 from specjax.config import BlockConfig, ModelConfig, TransformerConfig
 from specjax.disaggregation.decode import TRANSIT_TOKENS
 from specjax.engine.args import EngineArgs
+from specjax.kernels.backend import WORD, takes_head_dim
 from specjax.kernels.invariant_attention import HEAD_DIMS, MAX_ROWS
 from specjax.kv.holding import KVWrites
 from specjax.metrics import METRICS, Totals
@@ -131,6 +132,9 @@ def check_deterministic(config: ModelConfig, placement: Placement) -> None:
         reason = f"does not support quantised matrices; the model has {config.quantization}"
     elif config.head_dim not in HEAD_DIMS:
         reason = f"needs a head dim of {' or '.join(map(str, HEAD_DIMS))}, not {config.head_dim}"
+    elif config.kv_cache_dtype != "auto" and not takes_head_dim(config.head_dim, WORD):
+        kind = config.kv_cache_dtype
+        reason = f"needs a head dim of at least 32 with kv_cache_dtype={kind!r}, not 16"
     elif config.num_heads > MAX_ROWS * config.num_kv_heads:
         heads = f"num_heads={config.num_heads} and num_key_value_heads={config.num_kv_heads}"
         reason = f"needs at most {MAX_ROWS} query heads per KV head, not {heads}"

@@ -42,6 +42,10 @@ def test_a_cpu_is_refused(files: Files) -> None:
         ({"dtype": "float32"}, "needs dtype='bfloat16'; the model has float32"),
         ({"head_dim": 256}, "needs a head dim of 16 or 32 or 64 or 128, not 256"),
         (
+            {"head_dim": 16, "kv_cache_dtype": "fp8_e4m3"},
+            "at least 32 with kv_cache_dtype='fp8_e4m3', not 16",
+        ),
+        (
             {"num_heads": 130, "num_kv_heads": 2},
             "needs at most 64 query heads per KV head, not num",
         ),
