@@ -3,7 +3,7 @@
 XLA needs three to four launches; the scatter into the pool alone takes 4 to 6 us (32 rows of 8 KV
 heads of 128, one H200). Queries, keys and values may be the partial sums of a matrix product
 that was split along its inner axis. Axes: B requests, T new tokens per request, N query and KV
-key/value heads, H head dim, P partial sums; the pool is ``[L, slots, 2, KV, H]``.
+key/value heads, H head dim, P partial sums; for the pool, see ``kv_format``.
 """
 
 from functools import partial
@@ -174,9 +174,9 @@ def rope_store(
     ):
         raise ValueError(
             f"q {q.shape}, k {k.shape}, v {v.shape}, cos {cos.shape}, sin {sin.shape}, slots "
-            f"{slots.shape}, pool {pool.shape}, norms {[s.shape for s in (norms or ())[:2]]}: "
-            "expected [B, T, N, H], [B, T, KV, H] twice, [B, T, 1, H / 2] twice, [B, T], "
-            "[L, slots, 2, KV, H] and [H] twice"
+            f"{slots.shape}, pool {pool.dtype}{pool.shape}, norms "
+            f"{[s.shape for s in (norms or ())[:2]]}: expected [B, T, N, H], [B, T, KV, H] twice, "
+            "[B, T, 1, H / 2] twice, [B, T], [L, slots, 2, KV, H] (words: H / 2) and [H] twice"
         )
     if implementation == "xla" or q.size == 0:
         return _reference(q, k, v, cos, sin, pool, layer, slots, norms)

@@ -235,7 +235,10 @@ class SamplingTable:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SplitPool:
-    """Keys and values of layers without and with a window, in pools with pages of their own."""
+    """Keys and values of layers without and with a window, in pools with pages of their own.
+
+    With 8-bit floats, the last axis has H / 2 words, see ``kernels/kv_format.py``.
+    """
 
     full: Array | None  # [L, KV indices, 2, KV, H]; ``None`` if all layers have a window
     windowed: Array  # [L, KV indices of window pages, 2, KV, H]

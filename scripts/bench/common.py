@@ -195,7 +195,8 @@ def peak_gb() -> float:
 def copy_bandwidth() -> float:
     """Return bytes read and written per second by a pass over 1 GiB (64 MiB on a CPU).
 
-    Up to three such arrays exist at a time, which must be less than the peak of an engine.
+    Up to three such arrays exist at a time: less than an engine takes, so that ``peak_gb`` is that
+    of the engine.
     """
     import jax
     import jax.numpy as jnp

@@ -69,7 +69,7 @@ class Checkpoint(Generic[C]):
         def make(recipe: Recipe) -> np.ndarray:
             return make_weight(recipe, source, np.dtype(recipe.dtype or dtype))
 
-        # the largest first, so that no thread works on one while the others have nothing left
+        # the largest first, so that no thread still loads a large one when the others are idle
         by_size = sorted(recipes, key=lambda name: -math.prod(recipes[name].shape))
         with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
             made = pool.map(make, (recipes[name] for name in by_size))

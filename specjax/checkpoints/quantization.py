@@ -184,7 +184,7 @@ def quantise(
         found[0][own] = rounded[:, :columns]
         found[1][own] = scale.reshape(-1, groups)
 
-    # the threads that load other matrices have often finished before an output head
+    # an output head is often the last to finish, when the threads of other matrices are idle
     threads = min(4, os.cpu_count() or 1) if matrix.size > _LARGE else 1
     with ThreadPoolExecutor(threads) as pool:
         list(pool.map(rounds, range(0, rows, step)))

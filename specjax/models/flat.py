@@ -91,7 +91,7 @@ class FlatModel(Generic[M]):
         """
         key = jax.random.key(seed)
         drawn = {}
-        # values are drawn in float32, so the largest array takes much memory: while there is room
+        # the largest first: it is drawn in float32, while most of the memory is free
         for i in sorted(range(len(self.abstract)), key=lambda i: -self.abstract[i].size):
             leaf, (mean, stddev) = self.abstract[i], self.initial[i]
             if stddev:

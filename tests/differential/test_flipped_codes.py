@@ -1,8 +1,8 @@
-"""Activations of 8 bits: a pass over other numbers of rows differs only where a code flips.
+"""Activations of 8 bits: passes with different numbers of rows differ only where a code flips.
 
-Matrix products of floats add up in another order for another number of rows. A value near the
-boundary between two 8-bit values, the codes, can then be rounded to the other one. Such a
-difference grows from layer to layer, so texts may differ from there on. These tests run the same
+The order of summation in a product of floats depends on the number of rows. So a value near the
+boundary between two 8-bit values, the codes, is sometimes rounded to the other one. Such a
+difference grows from layer to layer, and texts may differ from there on. These tests run the same
 tokens one by one and in blocks, as plain decoding and verification do.
 """
 
@@ -96,12 +96,13 @@ def test_differences_begin_at_a_flipped_code(kind: str, block: int, device: str)
     for (x, code, _), (other, own_code, _) in zip(codes, own, strict=True):
         assert close(x, other, bound).all()
         flips, total = flips + (code != own_code).sum(), total + code.size
-    assert flips < 1e-2 * bound / 1e-5 * total
+    assert flips < (5e-2 if is_short else 1e-4) * total
     # with its own codes, a request is equal up to the first token with a flip
     free, own = run(kind, block)
     flipped = [(a[1] != b[1]).any(axis=-1) for a, b in zip(codes, own, strict=True)]
     before = ~np.maximum.accumulate(np.any(flipped, axis=0), axis=1)  # [B, N]
     equal = close(plain, free, bound)
+    assert before.mean() > (0.1 if is_short else 0.5)
     assert equal[before].all()
     print(
         f"{kind}, {device}, {block * REQUESTS} rows: of {total} codes with equal inputs, {flips} "

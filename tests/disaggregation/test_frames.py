@@ -188,7 +188,7 @@ def test_contiguous_arrays_are_cut_into_views() -> None:
     assert b"".join(frames) == array.tobytes()
 
 
-def test_frames_of_schema_5() -> None:
+def test_frames_of_schema() -> None:
     """If these bytes or messages change, raise SCHEMA."""
     assert (SCHEMA, FRAME_BYTES) == (6, 2**20)
     kv = [["int16", [2, 3]], ["bool", [1]]]

@@ -155,12 +155,19 @@ def test_equals_brute_force(function, case, dtype):
     check(function, case, dtype)
 
 
+@pytest.mark.parametrize(
+    ("case", "options"),
+    [(CASES[2], {}), (CASES[-1], {"softcap": 1.5}), (CASES[4], {"sinks": True})],
+    ids=str,
+)
 @FORMS_AND_GPU
-def test_pools_of_8_bit_floats(function):
-    q, pool, *rest = make_case(CASES[2], "bfloat16")
+def test_pools_of_8_bit_floats(function, case, options):
+    options = with_sinks(case, options, "bfloat16")
+    q, pool, *rest = make_case(case, "bfloat16")
     stored = to_pool(pool, WORD)
     arguments = (q, from_pool(stored, jnp.float32), *rest)
-    compare(jitted(function, CASES[2]), CASES[2], "bfloat16", arguments, stored)
+    call = jitted(function, case, **options)
+    compare(call, case, "bfloat16", arguments, stored, **options)
 
 
 # a window of one key, within a tile, over several blocks of keys, and over all

@@ -109,9 +109,10 @@ def relative_error(out, expected):
     return np.abs(np.asarray(out, np.float64) - expected).max() / np.abs(expected).max()
 
 
-def check(function, case, dtype, tree, level=None, window=None, in_words=False):
+def check(function, case, dtype, tree, level=None, window=None, in_words=False, lens=None):
     """With ``level``, only the last ``level`` rows are queries; they attend over all new keys."""
-    q, pool, table, lens, mask, page_size = make_case(case, dtype, tree)
+    q, pool, table, drawn, mask, page_size = make_case(case, dtype, tree)
+    lens = drawn if lens is None else jnp.asarray(lens, jnp.int32)
     stored = pool
     if in_words:
         stored = to_pool(pool, WORD)
@@ -157,14 +158,23 @@ def test_pools_of_8_bit_floats(function, case, dtype, tree, window):
     check(function, case, dtype, tree, window=window, in_words=True)
 
 
-@pytest.mark.parametrize("window", [None, 30])
-@pytest.mark.parametrize("in_words", [False, True])
-@FORMS_AND_GPU
-def test_one_program_per_head_and_request(function, in_words, window):
-    """Only then, there are two loops over the keys; "reference" and "chunked" have no tiles."""
-    if function in (PALLAS, INTERPRET):
-        function = partial(function, tiles=AttentionTiles(16, 16, 1, num_warps=4, num_stages=3))
-    check(function, CASES[2], "bfloat16", True, window=window, in_words=in_words)
+@pytest.mark.parametrize(
+    ("window", "in_words", "lens"),
+    [
+        (None, False, (0, 13)),
+        (None, True, (16, 30)),
+        (None, False, (64, 79)),
+        (None, True, (301, 18)),
+        (10, True, (33, 100)),
+    ],
+)
+@pytest.mark.parametrize(
+    "function", [INTERPRET, pytest.param(PALLAS, marks=pytest.mark.gpu)], ids=["interpret", "gpu"]
+)
+def test_keys_before_the_new_ones_need_no_mask(function, window, in_words, lens):
+    """With one split and no window, the kernel has two loops over the keys."""
+    tiled = partial(function, tiles=AttentionTiles(16, 16, 1, num_warps=4, num_stages=3))
+    check(tiled, CASES[2], "float32", True, window=window, in_words=in_words, lens=lens)
 
 
 @pytest.mark.gpu
