@@ -91,7 +91,7 @@ def export_fp8(
     """Write a target with FP8 matrices, in the format of compressed-tensors.
 
     Values and scales are those of an engine with ``quantization="fp8"``, which loads the files in
-    an eighth of the time. Rows of activations have dynamic scales in other engines. The output head
+    half of the time. Rows of activations have dynamic scales in other engines. The output head
     stays whole, as in published files. All weights must fit into the host's memory.
 
     Args:
