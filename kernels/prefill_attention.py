@@ -20,6 +20,7 @@ from specjax.kernels.backend import power_of_two, resolve, takes_head_dim, trito
 from specjax.kernels.kv_format import for_products, head_spans, load_kv
 from specjax.kernels.tree_attention import (
     NEGATIVE,
+    add_keys,
     base2_scores,
     check_heads,
     empty_sums,
@@ -139,7 +140,6 @@ def specjax_prefill_attention(
         first_position = total - tokens
 
         def step(i: Array, carry: tuple[Array, ...], *, is_masked: bool) -> tuple[Array, ...]:
-            best, weight, *mixed = carry
             position = i * tiles.block_keys + jnp.arange(tiles.block_keys)
             # past the end, read the last key again and mask its score; the load needs no mask
             key = jnp.minimum(position, total - 1) if is_masked else position
@@ -151,22 +151,14 @@ def specjax_prefill_attention(
             k, v = load_kv(pool_ref, layer, slot, head, q[0].dtype, implementation)
             products = [row_dot(x, y, transpose=True) for x, y in zip(q, k, strict=True)]
             scores = base2_scores(sum(products[1:], products[0]), scale, softcap)
+            seen = None
             if is_masked:
                 gap = token[:, None] - (position - first_position)[None, :]
                 visible = gap >= 0 if window is None else (gap >= 0) & (gap < window)
                 scores = jnp.where(visible, scores, NEGATIVE)
-            new_best = jnp.maximum(best, jnp.max(scores, axis=1))
-            # without a window, every row sees key 0, so new_best is finite, and masked keys have
-            # weight exactly 0
-            weights = jnp.exp2(scores - new_best[:, None])
-            if is_masked and window is not None:
-                weights = jnp.where(visible, weights, 0.0)
-            decay = jnp.exp2(best - new_best)
-            mixed = [
-                x * decay[:, None] + row_dot(weights.astype(y.dtype), y, transpose=False)
-                for x, y in zip(mixed, v, strict=True)
-            ]
-            return new_best, weight * decay + jnp.sum(weights, axis=1), *mixed
+                # without a window, every row sees key 0, so masked keys have the weight 0
+                seen = None if window is None else visible
+            return add_keys(carry, scores, v, seen)
 
         carry = empty_sums(tiles.block_rows, *(part.size for part in parts))
         masked, size = partial(step, is_masked=True), tiles.block_keys

@@ -232,6 +232,27 @@ def base2_scores(sums: Array, scale: float, softcap: float | None) -> Array:
     return jnp.tanh(sums * (scale / softcap)) * (softcap * LOG2E)
 
 
+def add_keys(
+    sums: tuple[Array, ...], scores: Array, values: list[Array], visible: Array | None
+) -> tuple[Array, ...]:
+    """Add keys with masked scores ``[rows, C]`` to the sums of rows.
+
+    ``visible`` is needed if a row may see none of the keys so far: its best score is then that of a
+    masked key, which has to have the weight 0.
+    """
+    best, weight, *mixed = sums
+    new_best = jnp.maximum(best, jnp.max(scores, axis=1))
+    weights = jnp.exp2(scores - new_best[:, None])
+    if visible is not None:
+        weights = jnp.where(visible, weights, 0.0)
+    decay = jnp.exp2(best - new_best)
+    mixed = [
+        x * decay[:, None] + row_dot(weights.astype(v.dtype), v, transpose=False)
+        for x, v in zip(mixed, values, strict=True)
+    ]
+    return new_best, weight * decay + jnp.sum(weights, axis=1), *mixed
+
+
 def with_sinks(best: Array, weight: Array, mixed: Any, sinks: Array) -> tuple[Array, Any]:
     """Add scores without values to the sums of rows; return sums of weights and of values."""
     score = sinks.astype(jnp.float32) * LOG2E
@@ -299,7 +320,6 @@ def specjax_tree_attention(
         first, last = first + skipped, last + skipped
 
     def step(i: Array, carry: tuple[Array, ...], *, is_masked: bool) -> tuple[Array, ...]:
-        best, weight, *mixed = carry
         position = i * tiles.block_keys + jnp.arange(tiles.block_keys)
         # past the end, read the last key again and mask its score; the load needs no mask
         key = jnp.minimum(position, total - 1) if is_masked else position
@@ -312,16 +332,7 @@ def specjax_tree_attention(
         visible = visible_keys(position) if is_masked else None
         if visible is not None:
             scores = jnp.where(visible, scores, NEGATIVE)
-        new_best = jnp.maximum(best, jnp.max(scores, axis=1))
-        weights = jnp.exp2(scores - new_best[:, None])
-        if visible is not None:
-            weights = jnp.where(visible, weights, 0.0)
-        decay = jnp.exp2(best - new_best)
-        mixed = [
-            x * decay[:, None] + row_dot(weights.astype(v.dtype), v, transpose=False)
-            for x, v in zip(mixed, values, strict=True)
-        ]
-        return new_best, weight * decay + jnp.sum(weights, axis=1), *mixed
+        return add_keys(carry, scores, values, visible)
 
     def visible_keys(position: Array) -> Array:
         offset = position - seq_len

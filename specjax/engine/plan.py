@@ -134,7 +134,8 @@ def check_deterministic(config: ModelConfig, placement: Placement) -> None:
         reason = f"needs a head dim of {' or '.join(map(str, HEAD_DIMS))}, not {config.head_dim}"
     elif config.kv_cache_dtype != "auto" and not takes_head_dim(config.head_dim, WORD):
         kind = config.kv_cache_dtype
-        reason = f"needs a head dim of at least 32 with kv_cache_dtype={kind!r}, not 16"
+        least = f"needs a head dim of at least 32 with kv_cache_dtype={kind!r}"
+        reason = f"{least}, not {config.head_dim}"
     elif config.num_heads > MAX_ROWS * config.num_kv_heads:
         heads = f"num_heads={config.num_heads} and num_key_value_heads={config.num_kv_heads}"
         reason = f"needs at most {MAX_ROWS} query heads per KV head, not {heads}"
