@@ -215,6 +215,9 @@ class ModelConfig(TransformerConfig):
     logit_softcap: float | None = None
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
+    # Binary exponents of the scales of a layer's stored keys and values; empty: 0. Recipes of
+    # weights apply them.
+    kv_exponents: tuple[tuple[int, int], ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from specjax.checkpoints.quantization import read_quantization
+from specjax.checkpoints.quantization import read_kv_exponents, read_quantization
 from specjax.checkpoints.tensors import TensorSource, open_directory
 from specjax.config import DTYPES, DraftConfig, ModelConfig
 from specjax.json_file import Fields, Flag, PositiveSize, Size
@@ -54,6 +54,7 @@ def huggingface_config(directory: Path, dtype: str) -> ModelConfig:
     }
     if "quantization_config" in whole:
         values["quantization"] = read_quantization(whole, partial(open_text, directory))
+        values["kv_exponents"] = read_kv_exponents(open_text(directory), values["num_layers"])
     if is_wrapped:  # their settings for the text model are often absent or wrong
         values["tie_word_embeddings"] = "lm_head.weight" not in open_text(directory).infos
     return config.build(family.config, values | family.read(config))

@@ -10,6 +10,7 @@ groups have zero points. Formats, with their names of tensors:
   zero points, ``X_zero_point`` i32 ``[out * bits / 32, groups]``.
 """
 
+import math
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -31,10 +32,14 @@ PACKED, ZERO_POINT, BLOCK_SCALE = "_packed", "_zero_point", "_scale_inv"
 # values that are quantised at once: with all values of a matrix, it takes twice as long
 _CACHED = 2**17
 _LARGE = 2**27  # values of a matrix that several threads quantise
-# tensors next to a quantised matrix, and the scales of a quantised KV cache, which is kept whole
+# tensors next to a quantised matrix, and the scales of a quantised KV cache
 _REPLACED = (SCALE, BLOCK_SCALE, PACKED, ZERO_POINT, "_shape")
 _KV_SCALES = re.compile(
     r"\.self_attn\.(([qkv]|kv|attn)_(scale|zero_point)|[qkv]_proj\.([qkv]|output)_scale)$"
+)
+# a scale of keys, of values, or of both
+_KV_SCALE = re.compile(
+    r"model\.layers\.(\d+)\.self_attn\.(?:([kv]|kv)_scale|([kv])_proj\.(?:\3|output)_scale)"
 )
 _LAYOUTS = "float-quantized", "int-quantized", "naive-quantized", "pack-quantized"
 # stored projections of a layer -> the matrix that has them
@@ -142,6 +147,30 @@ def _plain_matrices(source: TensorSource) -> tuple[str, ...]:
             "not supported"
         )
     return tuple(sorted(name for name, is_plain in found.items() if True in is_plain))
+
+
+def read_kv_exponents(source: TensorSource, num_layers: int) -> tuple[tuple[int, int], ...]:
+    """Binary exponents of the scales of stored keys and values, by layer; empty if all are 0.
+
+    The largest scale of a layer's heads is rounded up to a power of two, which can be part of
+    weights without changing a result, see ``scaled_kv``. 8-bit floats have the same precision at
+    any scale between their smallest and largest values.
+    """
+    found: dict[tuple[int, str], int] = {}
+    for name, info in source.infos.items():
+        if (match := _KV_SCALE.fullmatch(name)) is None:
+            continue
+        scale = float(np.float32(source.read(name)).max())
+        if not 0.0 < scale < math.inf:
+            raise ValueError(
+                f"tensor {name!r} in {info.path} has the scale {scale}; it must be positive and "
+                "finite"
+            )
+        for letter in match[2] or match[3]:
+            found[int(match[1]), letter] = math.ceil(math.log2(scale))
+    if not any(found.values()):
+        return ()
+    return tuple((found.get((i, "k"), 0), found.get((i, "v"), 0)) for i in range(num_layers))
 
 
 def quantise(

@@ -208,6 +208,14 @@ def plan_engine(args: EngineArgs) -> EnginePlan:
         deterministic=args.enable_deterministic_inference,
         placement=placement,
     )
+    for own in networks.configs:
+        if args.kv_cache_dtype != "auto" and not takes_head_dim(own.head_dim, WORD) and not on_cpu:
+            logger.warning(
+                "with kv_cache_dtype=%r and head_dim=%d, every round reads the KV of the whole "
+                "context length; kernels take heads of 32 to 256 dims, in steps of 32",
+                args.kv_cache_dtype,
+                own.head_dim,
+            )
     splits = args.disaggregation_mode is None  # KV is sent from a single pool
     slots = args.max_running_requests or (4 if on_cpu else 32)
     chunk = args.chunked_prefill_size or sizing.DEFAULT_CHUNK

@@ -17,16 +17,19 @@ from specjax.models.weights import QuantLayout
 class Part:
     """A checkpoint tensor that fills a slice of a weight; ``shape`` is that of the tensor.
 
-    ``rows`` is the order in which the weight has the tensor's rows, if it differs.
+    ``rows`` is the order in which the weight has the tensor's rows, if it differs. ``factor``, a
+    power of two, multiplies it.
     """
 
     name: str
     shape: tuple[int, ...]
     rows: np.ndarray | None = field(default=None, compare=False)
+    factor: float = 1.0
 
     def arranged(self, tensor: np.ndarray) -> np.ndarray:
-        """The tensor with its rows in the order of the weight."""
-        return tensor if self.rows is None else tensor[self.rows]
+        """The tensor with its rows in the order of the weight, times the factor."""
+        found = tensor if self.rows is None else tensor[self.rows]
+        return found if self.factor == 1.0 else found * np.asarray(self.factor, found.dtype)
 
 
 @dataclass(frozen=True)
@@ -171,6 +174,35 @@ def _projections(
         | linear(f"{flat}mlp.down", down, inner, dtypes("down"), bias=kind.mlp_bias)
         | norms
     )
+
+
+def scaled_kv(
+    recipes: dict[str, Recipe], flat: str, kind: LayerKind, exponents: tuple[int, int]
+) -> None:
+    """Make a layer's attention store keys and values divided by powers of two.
+
+    Its queries and its output projection are multiplied instead, so that its output is the same. A
+    layer whose file has queries, keys and values in one tensor, or a norm of keys with an offset,
+    stores them as they are.
+    """
+    key, value = (2.0**exponent for exponent in exponents)
+    has_norms = kind.qk_norm or kind.joint_qk_norm
+    if any(len(r.parts) == 1 for name, r in recipes.items() if name.startswith(f"{flat}qkv.")):
+        return
+    if has_norms and kind.norm_offset:
+        key = 1.0
+    factors = {
+        "qkv": (1.0, 1.0, 1 / value) if has_norms else (key, 1 / key, 1 / value),
+        **{"output": (value,), "q_norm": (key,), "k_norm": (1 / key,)},
+    }
+    for weight, recipe in list(recipes.items()):
+        module, _, leaf = weight.removeprefix(flat).partition(".")
+        # the values of a quantised matrix have scales, which are multiplied
+        if weight.startswith(flat) and module in factors and leaf != "kernel.values":
+            if (module, leaf) != ("output", "bias"):
+                pairs = zip(recipe.parts, factors[module], strict=True)
+                parts = tuple(replace(part, factor=factor) for part, factor in pairs)
+                recipes[weight] = replace(recipe, parts=parts)
 
 
 def renamed(recipes: Mapping[str, Recipe], names: Mapping[str, str]) -> dict[str, Recipe]:

@@ -4,7 +4,16 @@ from dataclasses import replace
 
 from specjax.checks import refused
 from specjax.config import ModelConfig
-from specjax.models.family import MTP_PREFIX, Family, Part, Recipe, Recipes, linear, vectors
+from specjax.models.family import (
+    MTP_PREFIX,
+    Family,
+    Part,
+    Recipe,
+    Recipes,
+    linear,
+    scaled_kv,
+    vectors,
+)
 from specjax.models.gemma import GEMMA, GEMMA2, GEMMA3
 from specjax.models.glm import GLM, GLM4
 from specjax.models.layers import LayerKind
@@ -87,7 +96,10 @@ def target_recipes(config: ModelConfig) -> Recipes:
         recipes |= linear("lm_head", {"lm_head": config.vocab_size}, size, dtypes)
     family = family_of(config)
     for i, kind in enumerate(layer_kinds(config)):
-        recipes |= family.recipe(config, kind, f"layers.{i}.", f"model.layers.{i}.")
+        layer = family.recipe(config, kind, f"layers.{i}.", f"model.layers.{i}.")
+        if config.kv_exponents:
+            scaled_kv(layer, f"layers.{i}.attention.", kind, config.kv_exponents[i])
+        recipes |= layer
     return recipes
 
 

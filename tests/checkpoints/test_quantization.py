@@ -19,6 +19,9 @@ from specjax.checkpoints import export_fp8, open_target
 from specjax.checkpoints.quantization import unpack
 from specjax.checkpoints.tensors import open_directory
 from specjax.config import ModelConfig, Quantization
+from specjax.engine.args import EngineArgs
+from specjax.engine.plan import plan_engine
+from specjax.engine.weights import weights_from_tensors
 from specjax.models.decoder import CausalLM
 from specjax.models.flat import FlatModel
 from specjax.testing import Files
@@ -190,6 +193,43 @@ def test_formats_have_the_values_of_their_files(files: Files, tmp_path: Path, na
     assert weights["lm_head.kernel"].dtype == np.float32
 
 
+@pytest.mark.parametrize("name", ["fp8-channel", "int4-zeros"])
+def test_scales_of_keys_and_values(files: Files, tmp_path: Path, name: str) -> None:
+    """They are rounded up to powers of two, and logits stay the same; also weights in memory."""
+    stored, _ = make(files, tmp_path, name, plain="lm_head o_proj" if "fp8" in name else "lm_head")
+    plain = open_target(stored, dtype="float32")
+    before = logits_of(stored)
+    source = open_directory(stored)
+    tensors = {key: source.read(key) for key in source.infos}
+    scales = {
+        "layers.0.self_attn.k_scale": np.float32([0.26]),
+        "layers.0.self_attn.v_scale": np.float32([[[3.0]], [[4.1]]]),
+        "layers.1.self_attn.k_proj.k_scale": np.float32(0.1),
+        "layers.1.self_attn.v_proj.output_scale": np.float32([1.0]),
+    }
+    tensors |= {f"model.{key}": x for key, x in scales.items()}
+    write(stored / "model.safetensors", tensors)
+    target = open_target(stored, dtype="float32")
+    assert target.config.kv_exponents == ((-1, 3), (-3, 0))
+    np.testing.assert_allclose(logits_of(stored), before, rtol=1e-6, atol=1e-6)
+    found, own = target.load_weights(), plain.load_weights()
+    q, k, v = np.split(np.arange(64), (32, 48))  # heads of queries, keys and values
+    for layer, (key, value) in enumerate(target.config.kv_exponents):
+        kernel = f"layers.{layer}.attention.qkv.kernel.scale"
+        changed = found[kernel] / own[kernel]
+        for rows, exponent in (q, key), (k, -key), (v, -value):
+            assert (changed[:, rows] == 2.0**exponent).all()
+    plan = plan_engine(EngineArgs(**files.arguments(target=stored, speculative=False)))
+    update = {key: x for key, x in tensors.items() if "layers.0.self_attn" in key}
+    new, _ = weights_from_tensors(plan, update, draft=False)
+    for key, weight in new.items():
+        assert np.array_equal(weight.view(np.uint8), found[key].view(np.uint8))
+    scales["layers.0.self_attn.k_scale"][:] = np.nan
+    write(stored / "model.safetensors", tensors | {f"model.{x}": y for x, y in scales.items()})
+    with pytest.raises(ValueError, match=r"layers.0.self_attn.k_scale.*model.safetensors.*nan"):
+        open_target(stored, dtype="float32")
+
+
 def test_exported_weights_are_those_of_an_engine(files: Files, tmp_path: Path) -> None:
     path = tmp_path / "fp8"
     export_fp8(path, files.target, max_shard_bytes=20_000)
@@ -213,6 +253,7 @@ def test_exported_weights_are_those_of_an_engine(files: Files, tmp_path: Path) -
             export_fp8(tmp_path / "other", wrong)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["int4-zeros", "fp8-blocks"])
 def test_texts_equal_those_of_whole_weights(files: Files, tmp_path: Path, name: str) -> None:
     stored, whole = make(files, tmp_path, name, "lm_head layers.1.mlp.down_proj")

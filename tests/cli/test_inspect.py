@@ -54,10 +54,13 @@ def test_block_drafters(target: Path, tmp_path: Path, capsys: Any) -> None:
         "target layers": "-1, 1",
         "vocabulary": "50 of 98, mapped by d2t",
         "rope_theta": "1e+06",
-        "KV memory": "512 bytes per token in float32",
+        "KV memory": "512 bytes per token in float32, 128 in fp8_e4m3",
     }
     assert inspect(capsys, path) == (0, expected)
-    expected |= {"KV memory": "256 bytes per token in bfloat16", f"fits {target}": "yes"}
+    expected |= {
+        "KV memory": "256 bytes per token in bfloat16, 128 in fp8_e4m3",
+        f"fits {target}": "yes",
+    }
     assert inspect(capsys, path, "--model", target) == (0, expected)
 
 
