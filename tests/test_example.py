@@ -78,6 +78,7 @@ def serve(site: Path, files: Files, cache: Path) -> tuple[list[list[int]], list[
     return tokens, drafts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_the_one_file_program_equals_the_engine(files: Files, temperature: float) -> None:
     generate = runpy.run_path(str(EXAMPLES / "minimal.py"))["generate"]

@@ -296,6 +296,7 @@ def test_a_probe_of_one_slot_does_not_keep_another_from_probing() -> None:
     assert 1 in [feed(policy, [1] * 8, 8) for _ in range(200)]
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=50)
 @given(
     st.tuples(*[st.floats(0.02, limit) for limit in (1.2, 1.5, 3.0)]),

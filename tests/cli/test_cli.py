@@ -617,6 +617,7 @@ def test_real_engine_shows_accepts(
     assert [c for c in marked if c not in "[]"] == [c for c in plain_text if c not in "[]"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", [["serve"], ["generate", "Hi"], ["warmup"]])
 def test_a_platform_without_a_plugin_is_one_line(command, tmp_path) -> None:
     ended = subprocess.run(
@@ -651,6 +652,7 @@ def test_env_prints_a_report_without_secrets(monkeypatch, capsys) -> None:
     assert "hunter2" not in out + err
 
 
+@pytest.mark.slow
 def test_env_reports_a_platform_without_a_plugin() -> None:
     ended = subprocess.run(
         [sys.executable, "-m", "specjax", "env"],

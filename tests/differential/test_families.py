@@ -95,6 +95,7 @@ def few_window_pages(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(plan, name, 12)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("few_window_pages")
 def test_tokens_of_a_tree_are_those_of_dense_decoding(family: Any) -> None:
     """Plain decoding by full passes without a KV cache is independent of the engine."""

@@ -158,6 +158,7 @@ def plain(files) -> Iterator[Reference]:
     reference.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize(
     "row",

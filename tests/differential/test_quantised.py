@@ -48,6 +48,7 @@ RUNS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "row"), RUNS)
 def test_engines_equal_plain_decoding(files, drafts, name, row) -> None:
     """With 64 and more rows, activations of 8 bits go through another product.

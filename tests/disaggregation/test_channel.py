@@ -210,6 +210,7 @@ def test_deliver_that_closes_or_raises(
     assert ("could not be handled" in caplog.text) == (does == "raises")
 
 
+@pytest.mark.slow
 def test_a_slow_deliver_is_not_silence() -> None:
     with pair(pulse=QUICK) as ends:
         for ours, theirs in (ends, ends[::-1]):
@@ -626,6 +627,7 @@ def test_an_empty_secret_is_for_this_machine_only() -> None:
         assert right.take(1) == [Cancel(id=1)]
 
 
+@pytest.mark.slow
 def test_in_a_forked_process() -> None:
     """A child that exits does not affect the channels of its parent."""
     code = """

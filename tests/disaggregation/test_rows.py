@@ -20,6 +20,7 @@ def transfer_of(runner: ModelRunner) -> KVTransfer:
     return transfer
 
 
+@pytest.mark.slow
 def test_put_changes_no_other_rows():
     runner = copied_runner(3)
     transfer = transfer_of(runner)
@@ -66,6 +67,7 @@ def test_a_wrong_width_names_both():
         stash_handover(future, slots, wide)
 
 
+@pytest.mark.slow
 def test_the_first_branches_of_more():
     """Rows of a tree also serve a chain."""
     chain = copied_runner(3)

@@ -261,6 +261,7 @@ def test_the_transfer_fails(pair, texts, caplog, monkeypatch):
     assert "no memory" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_pair_without_references_is_freed(files, alone):
     engine = files.engine(kind=DisaggregatedEngine, share_weights_with=alone, **SIZES)
     gone = [weakref.ref(side._scheduler) for side in (engine, engine.prefill)]
@@ -356,6 +357,7 @@ def test_a_side_that_cannot_have_them_leaves_the_weights_of_both(
     assert pair.prefill.target.path == files.target
 
 
+@pytest.mark.slow
 def test_an_unread_result_keeps_the_weights_that_it_is_of(files, alone):
     """If weights are replaced between dispatch and read-back."""
     sent: list[Message] = []
@@ -379,6 +381,7 @@ def test_an_unread_result_keeps_the_weights_that_it_is_of(files, alone):
         assert done.weights == old
 
 
+@pytest.mark.slow
 def test_sockets_between_the_sides(pair, texts):
     """Also if the prefill side disconnects in the middle and reconnects."""
     assert pair._peer is not None

@@ -57,6 +57,7 @@ def samples(engine: Engine) -> dict[str, float]:
     return {name.split("{")[0].removeprefix("specjax:"): float(value) for name, value in pairs}
 
 
+@pytest.mark.slow
 def test_texts_are_plain_and_metrics_agree(files, plain_ids, monkeypatch):
     """The other policy is in the table of tests/differential."""
     # fixed times that make drafts costly, since measured ones depend on the machine's load

@@ -74,6 +74,7 @@ def test_sides_with_different_modes_are_refused() -> None:
         check_facts({name: True}, {name: False})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
 def test_no_product_of_the_target_is_left_to_xla(shape: DraftShape) -> None:
     """All products that are left are the draft's; plain decoding has none."""

@@ -85,6 +85,7 @@ def jobs() -> list[dict[str, Any]]:
     ]
 
 
+@pytest.mark.slow
 def test_tokens_equal_dense_decoding_with_masks(engine: Engine, tree: Engine) -> None:
     """Alone and among others, with and without grammars, chains and trees."""
     requests = jobs()
@@ -315,6 +316,7 @@ def test_structural_tags_limit_what_is_between_them(engine: Engine) -> None:
     assert constraint.error == ""
 
 
+@pytest.mark.slow
 def test_drafts_use_up_no_limit_of_the_text(engine: Engine) -> None:
     """Drafted branches add states to the lexer, which has a limit, until its matcher is renewed."""
     grammar = {"regex": "a[0-9]{9}|b[ab]*a[ab]{40}c"}
@@ -443,6 +445,7 @@ def test_rules_may_be_nested_deeply(engine: Engine) -> None:
         assert made.mask().any()
 
 
+@pytest.mark.slow
 def test_samples_have_the_distribution_of_allowed_tokens(engine: Engine) -> None:
     """Chi-square over 16 texts; 37.7 is exceeded in one of 1,000 runs."""
     letters, count, weights = [LETTERS.index(x) for x in "abcd"], 600, engine.runner.weights[0]

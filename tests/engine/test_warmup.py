@@ -84,6 +84,7 @@ def test_a_warm_up_compiles_and_describes_every_function(files, warmed) -> None:
     assert lines[1].startswith(warmed.functions[0].key)
 
 
+@pytest.mark.slow
 def test_an_interrupted_warm_up_resumes(files, warmed) -> None:
     paths = sorted(Path(warmed.folder).glob("*round*.xla"))
     paths[0].unlink()

@@ -97,6 +97,7 @@ def tensors_of(directory: Path) -> Tensors:
     return load_file(directory / "model.safetensors")
 
 
+@pytest.mark.slow
 def test_weights_from_disk(engine, old_engine, new_engine, files, others) -> None:
     assert answers(old_engine) != answers(new_engine)
     engine.generate(TEXTS, GREEDY)  # prefixes that must be forgotten
@@ -185,6 +186,7 @@ def test_arrays_are_copied(engine, new_engine) -> None:
     assert [ids for ids, _ in answers(engine)] == [ids for ids, _ in answers(new_engine)]
 
 
+@pytest.mark.slow
 def test_running_requests_go_on_with_the_new_weights(engine, old_engine, new_engine) -> None:
     """The text so far stays; the new weights continue it."""
     prompt = letter_tokenizer().encode("The sky")

@@ -182,6 +182,7 @@ def quantised(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return np.round(matrix / scale).astype(np.int8), scale.astype(np.float32)
 
 
+@pytest.mark.slow
 def test_an_engine_serves_int8_weights_of_any_family(files: Any, tmp_path: Path) -> None:
     stored, restored = dict(TENSORS), dict(TENSORS)
     for name in (name for name in TENSORS if name.endswith("_proj.weight")):

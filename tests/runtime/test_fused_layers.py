@@ -72,6 +72,7 @@ def test_products_come_as_partial_sums_if_that_pays() -> None:
         assert f"f32[2,1,{rows},128]" not in shapes(rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "limit"), [("float32", 1e-5), ("bfloat16", 4e-2)])
 def test_a_block_drafter_computes_the_same(dtype: str, limit: float) -> None:
     """Over pages, with full and causal sliding layers, after contexts of different lengths."""

@@ -197,6 +197,7 @@ def test_probabilities_that_drafts_are_judged_by_count() -> None:
     assert plans[1] - plans[0] == 4 * 1024 * LLAMA31_8B.vocab_size * 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("context", "shape", "breadth"),
     [
@@ -231,6 +232,7 @@ def temporary_of(runner: ModelRunner, *key: Any) -> int:
     return int(function.lower(*arguments).compile().memory_analysis().temp_size_in_bytes)
 
 
+@pytest.mark.slow
 def test_the_plan_covers_the_drafts_of_a_prefill() -> None:
     """A P-EAGLE head drafts the whole chain in each prefill; an engine may run only prefills."""
     sizes = {"vocab_size": 8192, "max_position_embeddings": 128}

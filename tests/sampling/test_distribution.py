@@ -170,6 +170,7 @@ def test_filters_follow_the_softmax(shape, case):
     assert_pairs_follow(shape, COUPLED, SamplingParams(**case))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "acceptance"),
     [

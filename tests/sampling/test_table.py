@@ -209,6 +209,7 @@ class GpuConfig(RunnerConfig):
     on_gpu = True
 
 
+@pytest.mark.slow
 def test_plain_batches_have_a_separate_function_on_gpus():
     """It produces the same tokens, and is not used if a row needs more."""
     made = make_runner()

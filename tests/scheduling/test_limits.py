@@ -30,6 +30,7 @@ class Clock:
         return self.now
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run_ahead", [0, 1])
 def test_a_timeout_ends_running_and_waiting_requests(run_ahead) -> None:
     clock = Clock()
@@ -123,6 +124,7 @@ def test_a_fault_ends_all_requests_and_leaves_nothing(call, is_cached, monkeypat
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_steps", "rounds"), [(0, 1), (2, 4)])
 @pytest.mark.parametrize("run_ahead", [0, 1, 2])
 def test_no_unnecessary_rounds(num_steps, rounds, run_ahead) -> None:

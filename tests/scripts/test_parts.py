@@ -392,6 +392,7 @@ def test_launches_per_round() -> None:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "on_gpu", [False, pytest.param(True, marks=pytest.mark.gpu)], ids=["cpu", "gpu"]
 )

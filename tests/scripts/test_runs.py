@@ -211,6 +211,7 @@ def test_serving(
     assert capsys.readouterr().out.count("ready_s") == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "arguments", "message"),
     [
@@ -270,6 +271,7 @@ def test_benchmarks_are_listed_and_a_wheel_names_the_missing_folder(
     assert "in a clone, run: pip install -e ." in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_script_runs_the_adaptive_benchmark() -> None:
     done = subprocess.run(
         [sys.executable, str(SCRIPTS / "bench_adaptive_speculative.py"), "--model", "/nowhere"],

@@ -167,6 +167,7 @@ def test_aborted_requests_are_answered(engine) -> None:
         wait_for(lambda: service.num_requests == 0)
 
 
+@pytest.mark.slow
 def test_a_dead_engine_is_unavailable(files) -> None:
     def fail() -> None:
         raise RuntimeError("the device is gone")

@@ -2,6 +2,7 @@
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,6 +22,7 @@ def paths(tree: VerifyInput, row: int) -> set[tuple[int, ...]]:
     return set(found.values())
 
 
+@pytest.mark.slow
 @given(st.data())
 def test_forced_tokens_replace_drafts_unless_they_are_among_them(data: st.DataObject) -> None:
     steps, nodes = data.draw(st.integers(1, 3)), data.draw(st.integers(4, 7))

@@ -98,6 +98,7 @@ def test_speculation_equals_dense_decoding_where_drafts_are_accepted(steps, roun
     assert check(copied_runner(steps, rounds), JOBS, expected(True)) > 1.5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rounds", [1, 3])
 def test_a_chain_may_verify_fewer_rows_than_it_drafts(rounds):
     """The accept width, visible in the round's output shape, is that of the verified rows."""

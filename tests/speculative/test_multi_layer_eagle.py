@@ -79,6 +79,7 @@ def served(runner: ModelRunner, params: SamplingParams, **options) -> list:
     return requests
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run_ahead", [0, 1])
 @pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
 def test_modules_change_no_token(params, run_ahead):
@@ -94,6 +95,7 @@ def test_any_sampling_equals_dense_decoding():
     assert check(mtp_runner(), JOBS, expected(True)) > 1.5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_cached", [False, True])
 def test_drafts_and_kv_are_those_of_dense_modules(is_cached):
     """After any number of accepted drafts, chunks of any size and cached prefixes."""

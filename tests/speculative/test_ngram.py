@@ -63,6 +63,7 @@ def test_equals_dense_decoding(shape, rounds, algorithm):
     assert check(runner, JOBS, expected(True)) > 1.02
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run_ahead", [0, 1])
 def test_pages_that_run_out_and_cached_prompts_change_no_token(run_ahead):
     """Aborts and preemptions, together with requests without speculation."""

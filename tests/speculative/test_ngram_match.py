@@ -143,6 +143,7 @@ def paths(tree, count):
     return found
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(
     texts=st.lists(st.lists(st.integers(0, 2), min_size=0, max_size=4), min_size=5, max_size=5),
@@ -178,6 +179,7 @@ def test_trees_of_continuations(texts, matched, nodes, by_frequency):
         assert tree.parents[0, row] < row
 
 
+@pytest.mark.slow
 def test_the_likelier_is_drafted_deeper():
     """A long match is drafted deep; by frequency, common continuations come before recent ones."""
     texts = [[1, 1, 1, 1], [2, 2, 2, 2], [3, 3, 3, 3], [3, 3, 3, 3]]

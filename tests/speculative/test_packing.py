@@ -94,6 +94,7 @@ best_of = jax.jit(keep_best, static_argnums=(1, 4))
 survivals_of = jax.jit(survival)
 
 
+@pytest.mark.slow
 @settings(max_examples=80, deadline=None)
 @cases
 def test_the_best_drafts_of_the_batch_are_verified(values, packed, live, seed) -> None:
@@ -165,6 +166,7 @@ def test_survival_in_numbers() -> None:
     np.testing.assert_allclose(found, wanted, rtol=1e-5)
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 2**16))
 def test_a_reordered_tree_has_the_same_paths(seed) -> None:
@@ -220,6 +222,7 @@ def packed_runner(
     return copied_runner(shape.steps, rounds, draft, shapes=shapes, reads_confidence=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "packed", "rounds"),
     [
@@ -339,6 +342,7 @@ def test_another_model_as_the_draft_changes_no_token() -> None:
         check(runner, JOBS, expected(False), tier=tier)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
 def test_packed_rounds_lower_for_gpus(shape: DraftShape) -> None:
     """Without a conditional, which would make the host read a value inside a round."""

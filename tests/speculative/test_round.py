@@ -49,6 +49,7 @@ def test_speculation_changes_no_token(head, params):
     assert outputs(runner, params, run_ahead=1) == plain
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("head", "steps"), [(None, 0), (EAGLE3, 4)])
 @pytest.mark.parametrize("run_ahead", [0, 1])
 def test_rounds_per_dispatch_change_nothing(head, steps, run_ahead):
@@ -97,6 +98,7 @@ def start(runner, prompt):
     return int(token.read()[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("head", [EAGLE3, EAGLE], ids=["eagle3", "eagle"])
 def test_any_number_of_drafts_can_be_accepted(head):
     """Chains from the known continuation, with an error at every depth."""

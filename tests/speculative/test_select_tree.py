@@ -48,6 +48,7 @@ def reference(root, pool, tokens, parent_list, topk, nodes):
     return [root, *(tokens[c] for c in chosen)], parents, depths, mask
 
 
+@pytest.mark.slow
 @settings(max_examples=80)
 @given(
     shape=st.sampled_from(SHAPES),

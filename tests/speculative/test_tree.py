@@ -88,6 +88,7 @@ def test_all_outputs_of_rows_are_compacted():
     assert found.experts[0].tolist() == [[100] * 3, [102] * 3, [103] * 3, [0] * 3]
 
 
+@pytest.mark.slow
 def test_simulated_acceptance_follows_the_deepest_path():
     """The mean number of drafts is as requested, limited to those that exist."""
     lens = jnp.arange(200, dtype=jnp.int32)
@@ -119,6 +120,7 @@ def test_simulated_acceptance_follows_the_deepest_path():
     assert set((path > 0).sum(1).tolist()) == {2}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chance", [0.0, 0.05, 0.3, 0.6, 0.9, 1.0])
 def test_accepted_runs_have_the_length_of_the_formula(chance):
     """1 + a + ... + a^S tokens on average, in any tier; a shorter tier cuts the same runs."""

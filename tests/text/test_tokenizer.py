@@ -314,6 +314,7 @@ def test_a_stopped_process_is_replaced(size: int, monkeypatch: pytest.MonkeyPatc
     assert tokenizer.apply_chat_template(messages) == "x" * size
 
 
+@pytest.mark.slow
 def test_one_conversation_of_a_stopped_process_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     """Waiting conversations are rendered by the next process."""
     monkeypatch.setattr(chat_template, "MAX_SECONDS", 2.0)

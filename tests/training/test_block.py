@@ -67,6 +67,7 @@ def test_the_last_feature_is_the_deepest(tiny, count):
     assert layers == {3: (-1, 0, 1), 4: (0, 1, 1), 5: (1, 1, 1), 8: (1, 3, 4)}[count]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind",
     [*(pytest.param(x, marks=pytest.mark.slow) for x in ("reduced", "whole")), "dflash", "rnn"],

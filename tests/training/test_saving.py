@@ -47,6 +47,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
     return Saved(folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [None, pytest.param(126, marks=LONG)])
 @pytest.mark.parametrize("steps", [(3, 6), (6,)])
 def test_a_flipped_bit_loads_no_other_values(saved, caplog, steps, count) -> None:

@@ -91,6 +91,7 @@ def _outputs(tiny, target, batch, vocabulary):
     return jax.jit(lambda b: target_outputs(target, b, vocabulary, layers))(batch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("norms", [True, False])
 def test_unrolled_states_equal_a_recurrent_chain_over_an_explicit_cache(tiny, corpus, norms):
     draft = dataclasses.replace(tiny.draft, has_fc_norm=norms, norm_output=norms)
