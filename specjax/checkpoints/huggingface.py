@@ -54,6 +54,7 @@ def huggingface_config(directory: Path, dtype: str) -> ModelConfig:
     }
     if "quantization_config" in whole:
         values["quantization"] = read_quantization(whole, partial(open_text, directory))
+    if values.get("quantization") is not None:
         values["kv_exponents"] = read_kv_exponents(open_text(directory), values["num_layers"])
     if is_wrapped:  # their settings for the text model are often absent or wrong
         values["tie_word_embeddings"] = "lm_head.weight" not in open_text(directory).infos

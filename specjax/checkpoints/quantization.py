@@ -158,16 +158,18 @@ def read_kv_exponents(source: TensorSource, num_layers: int) -> tuple[tuple[int,
     """
     found: dict[tuple[int, str], int] = {}
     for name, info in source.infos.items():
-        if (match := _KV_SCALE.fullmatch(name)) is None:
+        match = _KV_SCALE.fullmatch(name)
+        if match is None or int(match[1]) >= num_layers:
             continue
-        scale = float(np.float32(source.read(name)).max())
-        if not 0.0 < scale < math.inf:
+        scales = source.read(name).astype(np.float64).ravel()
+        if scales.size == 0 or not ((scales >= 2.0**-20) & (scales <= 2.0**20)).all():
             raise ValueError(
-                f"tensor {name!r} in {info.path} has the scale {scale}; it must be positive and "
-                "finite"
+                f"tensor {name!r} in {info.path} has the scales {scales.tolist()[:5]}; they must "
+                "be from 2 ** -20 to 2 ** 20"
             )
-        for letter in match[2] or match[3]:
-            found[int(match[1]), letter] = math.ceil(math.log2(scale))
+        exponent = math.ceil(math.log2(scales.max()))
+        for key in ((int(match[1]), letter) for letter in match[2] or match[3]):
+            found[key] = max(exponent, found.get(key, exponent))
     if not any(found.values()):
         return ()
     return tuple((found.get((i, "k"), 0), found.get((i, "v"), 0)) for i in range(num_layers))

@@ -189,7 +189,7 @@ def _transpose_into(out: np.ndarray, tensor: np.ndarray) -> None:
 
 def make_weight(recipe: Recipe, source: TensorSource, dtype: np.dtype) -> np.ndarray:
     if not recipe.transpose:
-        arrays = [cast(part.arranged(source.read(part.name)), dtype) for part in recipe.parts]
+        arrays = [part.arranged(cast(source.read(part.name), dtype)) for part in recipe.parts]
         array = np.concatenate(arrays) if len(arrays) > 1 else arrays[0]
         if recipe.layout is not None:
             return np.ascontiguousarray(recipe.layout.cut(array))
@@ -199,7 +199,7 @@ def make_weight(recipe: Recipe, source: TensorSource, dtype: np.dtype) -> np.nda
     start = 0
     for part in recipe.parts:
         stop = start + part.shape[0]
-        tensor = np.ascontiguousarray(cast(part.arranged(source.read(part.name)), dtype))
+        tensor = np.ascontiguousarray(part.arranged(cast(source.read(part.name), dtype)))
         _transpose_into(out[:, start:stop], tensor)
         start = stop
     return out

@@ -202,8 +202,14 @@ def plan_engine(args: EngineArgs) -> EnginePlan:
     draft = drafts[0].config if drafts else None
     if isinstance(draft, TransformerConfig):
         draft = replace(draft, kv_cache_dtype=args.kv_cache_dtype)
+    if isinstance(draft, ModelConfig):
+        draft = replace(draft, kv_exponents=())
     networks = args.algorithm.networks(
-        replace(target.config.within(context_length), kv_cache_dtype=args.kv_cache_dtype),
+        replace(
+            target.config.within(context_length),
+            kv_cache_dtype=args.kv_cache_dtype,
+            kv_exponents=(),  # of weights, not of functions
+        ),
         draft,
         deterministic=args.enable_deterministic_inference,
         placement=placement,

@@ -26,7 +26,9 @@ NewWeights = tuple[Mapping[str, Any], Mapping[str, Any]]
 
 def is_same(one: Checkpoint[Any], other: Checkpoint[Any]) -> bool:
     """Whether two checkpoints give the same weights."""
-    return one.config == other.config and one.path.resolve() == other.path.resolve()
+    exponents = [getattr(each.config, "kv_exponents", ()) for each in (one, other)]
+    is_equal = one.config == other.config and exponents[0] == exponents[1]
+    return is_equal and one.path.resolve() == other.path.resolve()
 
 
 def load_weights(

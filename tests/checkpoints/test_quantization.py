@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from specjax.checkpoints.tensors import open_directory
 from specjax.config import ModelConfig, Quantization
 from specjax.engine.args import EngineArgs
 from specjax.engine.plan import plan_engine
-from specjax.engine.weights import weights_from_tensors
+from specjax.engine.weights import is_same, weights_from_tensors
 from specjax.models.decoder import CausalLM
 from specjax.models.flat import FlatModel
 from specjax.testing import Files
@@ -224,10 +225,18 @@ def test_scales_of_keys_and_values(files: Files, tmp_path: Path, name: str) -> N
     new, _ = weights_from_tensors(plan, update, draft=False)
     for key, weight in new.items():
         assert np.array_equal(weight.view(np.uint8), found[key].view(np.uint8))
-    scales["layers.0.self_attn.k_scale"][:] = np.nan
-    write(stored / "model.safetensors", tensors | {f"model.{x}": y for x, y in scales.items()})
-    with pytest.raises(ValueError, match=r"layers.0.self_attn.k_scale.*model.safetensors.*nan"):
-        open_target(stored, dtype="float32")
+    assert (
+        plan.networks.target_config.kv_exponents == ()
+    )  # compiled functions do not depend on them
+    both = {"model.layers.0.self_attn.kv_scale": np.float32(0.5)}  # the largest counts
+    write(stored / "model.safetensors", tensors | both)
+    assert open_target(stored, dtype="float32").config.kv_exponents == ((-1, 3), (-3, 0))
+    assert not is_same(target, replace(target, config=plain.config))
+    for wrong in (np.nan, 0.0, -1.0, 1e30):
+        tensors["model.layers.0.self_attn.k_scale"] = np.float32([1.0, wrong])
+        write(stored / "model.safetensors", tensors)
+        with pytest.raises(ValueError, match=r"layers.0.self_attn.k_scale.*model.safetensors.*1.0"):
+            open_target(stored, dtype="float32")
 
 
 def test_exported_weights_are_those_of_an_engine(files: Files, tmp_path: Path) -> None:

@@ -46,7 +46,9 @@ def passes(config: Any, tensors: dict[str, np.ndarray]) -> tuple[np.ndarray, lis
 def test_outputs_stay_the_same(name: str) -> None:
     shared = {f: getattr(TARGET, f) for f in ("vocab_size", "hidden_size", "num_heads", "head_dim")}
     shared |= {f: getattr(TARGET, f) for f in ("intermediate_size", "num_layers", "num_kv_heads")}
-    config = FAMILIES[name].config(model_type=name, **shared)
+    config = FAMILIES[name].config(
+        model_type=name, **shared, qk_norm="olmo" not in name, qkv_bias=True, output_bias=True
+    )
     parts = [part for recipe in target_recipes(config).values() for part in recipe.parts]
     rng = np.random.default_rng(0)
     tensors = {p.name: np.float32(rng.normal(size=p.shape) / p.shape[-1] ** 0.5) for p in parts}
