@@ -6,7 +6,7 @@ Heads come in three formats: that of the original EAGLE repository, that of SGLa
 
 import logging
 import re
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -52,12 +52,13 @@ def huggingface_config(directory: Path, dtype: str) -> ModelConfig:
         "eos_token_ids": _eos_token_ids([whole, config], directory),
         "bos_token_id": next(iter(whole.ids("bos_token_id") or config.ids("bos_token_id")), None),
     }
+    source = cache(partial(open_text, directory))  # of large models, it reads many files
     if "quantization_config" in whole:
-        values["quantization"] = read_quantization(whole, partial(open_text, directory))
+        values["quantization"] = read_quantization(whole, source)
     if values.get("quantization") is not None:
-        values["kv_exponents"] = read_kv_exponents(open_text(directory), values["num_layers"])
+        values["kv_exponents"] = read_kv_exponents(source(), values["num_layers"])
     if is_wrapped:  # their settings for the text model are often absent or wrong
-        values["tie_word_embeddings"] = "lm_head.weight" not in open_text(directory).infos
+        values["tie_word_embeddings"] = "lm_head.weight" not in source().infos
     return config.build(family.config, values | family.read(config))
 
 

@@ -32,9 +32,10 @@ PACKED, ZERO_POINT, BLOCK_SCALE = "_packed", "_zero_point", "_scale_inv"
 # values that are quantised at once: with all values of a matrix, it takes twice as long
 _CACHED = 2**17
 _LARGE = 2**27  # values of a matrix that several threads quantise
-# tensors next to a quantised matrix, and the scales of a quantised KV cache
+# tensors next to a quantised matrix
 _REPLACED = (SCALE, BLOCK_SCALE, PACKED, ZERO_POINT, "_shape")
-_KV_SCALES = re.compile(
+# scales of activations in attention, of which only those below are read
+_OF_ATTENTION = re.compile(
     r"\.self_attn\.(([qkv]|kv|attn)_(scale|zero_point)|[qkv]_proj\.([qkv]|output)_scale)$"
 )
 # a scale of keys, of values, or of both
@@ -387,7 +388,7 @@ def quantised_source(
         name: info
         for name, info in source.infos.items()
         if name not in replaced
-        and not _KV_SCALES.search(name)
+        and not _OF_ATTENTION.search(name)
         and not name.endswith(".weight_shape")
     }
     infos |= {new: info for outputs in made.values() for new, info in outputs.items()}

@@ -193,16 +193,19 @@ def scaled_kv(
         key = 1.0
     factors = {
         "qkv": (1.0, 1.0, 1 / value) if has_norms else (key, 1 / key, 1 / value),
-        **{"output": (value,), "q_norm": (key,), "k_norm": (1 / key,)},
+        "output": (value,),
+        "q_norm": (key,),
+        "k_norm": (1 / key,),
     }
-    for weight, recipe in list(recipes.items()):
-        module, _, leaf = weight.removeprefix(flat).partition(".")
+    for weight, recipe in recipes.items():
+        name = weight.removeprefix(flat)
+        own = factors.get(name.partition(".")[0])
         # the values of a quantised matrix have scales, which are multiplied
-        if weight.startswith(flat) and module in factors and leaf != "kernel.values":
-            if (module, leaf) != ("output", "bias"):
-                pairs = zip(recipe.parts, factors[module], strict=True)
-                parts = tuple(replace(part, factor=factor) for part, factor in pairs)
-                recipes[weight] = replace(recipe, parts=parts)
+        if own is None or name.endswith(".values") or name == "output.bias":
+            continue
+        pairs = zip(recipe.parts, own, strict=True)
+        parts = tuple(replace(part, factor=factor) for part, factor in pairs)
+        recipes[weight] = replace(recipe, parts=parts)
 
 
 def renamed(recipes: Mapping[str, Recipe], names: Mapping[str, str]) -> dict[str, Recipe]:

@@ -225,9 +225,8 @@ def test_scales_of_keys_and_values(files: Files, tmp_path: Path, name: str) -> N
     new, _ = weights_from_tensors(plan, update, draft=False)
     for key, weight in new.items():
         assert np.array_equal(weight.view(np.uint8), found[key].view(np.uint8))
-    assert (
-        plan.networks.target_config.kv_exponents == ()
-    )  # compiled functions do not depend on them
+    # compiled functions do not depend on them
+    assert plan.networks.target_config.kv_exponents == ()
     both = {"model.layers.0.self_attn.kv_scale": np.float32(0.5)}  # the largest counts
     write(stored / "model.safetensors", tensors | both)
     assert open_target(stored, dtype="float32").config.kv_exponents == ((-1, 3), (-3, 0))
