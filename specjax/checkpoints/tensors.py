@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import threading
 import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from ml_dtypes import bfloat16, float8_e4m3fn
+from ml_dtypes import bfloat16
 from safetensors import SafetensorError, safe_open
 
 from specjax.json_file import Fields
@@ -57,46 +56,42 @@ _KINDS = {"BOOL": "bool", "BF": "bfloat", "F": "float", "I": "int", "U": "uint",
 
 
 def _safetensors(path: Path, files: list[Path]) -> TensorSource:
-    handles: dict[str, Any] = {}
     infos: dict[str, TensorInfo] = {}
-    # handles are not documented as thread-safe, and their reads copy while holding the GIL
-    lock = threading.Lock()
+    starts: dict[str, int] = {}  # the places of tensors in their files
     for file in files:
         try:
-            handle = safe_open(file, framework="np")
+            with safe_open(file, framework="np"):  # checks the header, and the size of the file
+                pass
+            with file.open("rb") as opened:
+                size = int.from_bytes(opened.read(8), "little")
+                header = json.loads(opened.read(size))
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{file} is not a complete safetensors file: {error}") from error
-        for name in handle.keys():
+        header.pop("__metadata__", None)
+        for name, stored in header.items():
             if name in infos:
                 raise ValueError(f"tensor {name!r} is in both {infos[name].path} and {file}")
-            stored = handle.get_slice(name)
-            kind = re.fullmatch(r"(BOOL|BF|F|I|U|C)(\d*)", str(stored.get_dtype()))
-            dtype = _KINDS[kind[1]] + kind[2] if kind else str(stored.get_dtype())
+            kind = re.fullmatch(r"(BOOL|BF|F|I|U|C)(\d*)", stored["dtype"])
+            dtype = _KINDS[kind[1]] + kind[2] if kind else stored["dtype"]
             dtype = "float8_e4m3fn" if dtype == "F8_E4M3" else dtype
-            infos[name] = TensorInfo(tuple(stored.get_shape()), file, dtype)
-            handles[name] = handle
+            infos[name] = TensorInfo(tuple(stored["shape"]), file, dtype)
+            starts[name] = 8 + size + stored["data_offsets"][0]
 
     def read(name: str) -> np.ndarray:
+        # safetensors itself reads with the GIL held, so other threads could not convert meanwhile
+        shape, file, kind = infos[name]
         try:
-            if infos[name].dtype == "float8_e4m3fn":
-                return _read_float8(infos[name].path, name)
-            with lock:
-                return handles[name].get_tensor(name)
-        except (SafetensorError, TypeError, KeyError) as error:
-            file = infos[name].path
+            found = np.empty(shape, np.dtype(kind))
+            with file.open("rb") as opened:
+                opened.seek(starts[name])
+                count = opened.readinto(memoryview(found.reshape(-1).view(np.uint8)))
+            if count != found.nbytes:
+                raise ValueError(f"it has {count} of {found.nbytes} bytes")
+            return found
+        except (TypeError, ValueError, OSError) as error:
             raise ValueError(f"tensor {name!r} of {file} cannot be read: {error}") from error
 
     return TensorSource(path, infos, read)
-
-
-def _read_float8(file: Path, name: str) -> np.ndarray:
-    """Read a tensor of a dtype that numpy lacks, at the place that the file's header states."""
-    with file.open("rb") as opened:
-        size = int.from_bytes(opened.read(8), "little")
-        info = json.loads(opened.read(size))[name]
-    start, stop = info["data_offsets"]
-    data = np.fromfile(file, np.uint8, stop - start, offset=8 + size + start)
-    return data.view(float8_e4m3fn).reshape(info["shape"])
 
 
 def _torch(path: Path, files: list[Path]) -> TensorSource:

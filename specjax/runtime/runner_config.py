@@ -367,13 +367,14 @@ def batch_buckets(
 
 
 def prefill_buckets(largest: int, *, on_cpu: bool = False) -> tuple[int, ...]:
-    """Widths of prefills: ``largest``, a quarter of it, and so on, as long as this saves time.
+    """Widths of prefills: ``largest``, half of it, and so on, as long as this saves time.
 
-    On a GPU, widths that may run together with rounds are halved instead: padding delays rounds.
+    A prompt then needs few calls and little padding. On a CPU, where compiling takes longer than
+    computing, each width is a quarter of the next.
     """
-    least, halved = (LEAST_PREFILL_CPU, 0) if on_cpu else (LEAST_PREFILL, DEFAULT_CHUNK)
+    least, divisor = (LEAST_PREFILL_CPU, 4) if on_cpu else (LEAST_PREFILL, 2)
     widths = [largest]
-    while (width := widths[-1] // (2 if widths[-1] <= halved else 4)) >= least:
+    while (width := widths[-1] // divisor) >= least:
         widths.append(width)
     return tuple(reversed(widths))
 

@@ -1,10 +1,16 @@
-"""XLA options of rounds by rows and formats of matrices."""
+"""XLA options of rounds and prefills by rows and formats of matrices."""
 
 import pytest
 
 from specjax.config import Quantization
 from specjax.models.weights import MAX_FUSED_ROWS
-from specjax.runtime.functions import SCALED_GROUPS, WITHOUT_TRITON, compiler_options
+from specjax.runtime.functions import (
+    SCALED_GROUPS,
+    WITHOUT_GRAPHS,
+    WITHOUT_TRITON,
+    compiler_options,
+    prefill_options,
+)
 
 NO_SPLIT = {"xla_gpu_experimental_force_split_k": "1"}
 FP8 = Quantization("fp8")
@@ -29,3 +35,18 @@ INT4 = Quantization("int4", group=128)
 )
 def test_options_of_a_round(rows, formats, expected) -> None:
     assert compiler_options(rows, formats) == expected
+
+
+@pytest.mark.parametrize(
+    ("width", "formats", "expected"),
+    [
+        (128, [None], WITHOUT_TRITON),
+        (MAX_FUSED_ROWS, [FP8], {}),
+        (MAX_FUSED_ROWS, [None, INT4], SCALED_GROUPS),
+        (128, [ROUNDED, ROUNDED], WITHOUT_TRITON),
+        (MAX_FUSED_ROWS + 1, [FP8], WITHOUT_TRITON),
+        (MAX_FUSED_ROWS + 1, [INT4], WITHOUT_TRITON),
+    ],
+)
+def test_options_of_a_prefill(width, formats, expected) -> None:
+    assert prefill_options(width, formats) == WITHOUT_GRAPHS | expected

@@ -128,8 +128,8 @@ def test_a_batch_of_one_is_padded_if_that_is_faster(on_gpu, drafts, weight_bytes
 @pytest.mark.parametrize(
     ("largest", "on_cpu", "sizes"),
     [
-        (8192, False, (128, 256, 512, 2048, 8192)),
-        (4096, False, (128, 256, 1024, 4096)),
+        (8192, False, (128, 256, 512, 1024, 2048, 4096, 8192)),
+        (5000, False, (156, 312, 625, 1250, 2500, 5000)),
         (512, False, (128, 256, 512)),
         (511, False, (255, 511)),
         (512, True, (32, 128, 512)),
