@@ -84,7 +84,7 @@ def _safetensors(path: Path, files: list[Path]) -> TensorSource:
             found = np.empty(shape, np.dtype(kind))
             with file.open("rb") as opened:
                 opened.seek(starts[name])
-                count = opened.readinto(memoryview(found.reshape(-1).view(np.uint8)))
+                count = opened.readinto(found.reshape(-1).view(np.uint8).data)
             if count != found.nbytes:
                 raise ValueError(f"it has {count} of {found.nbytes} bytes")
             return found
