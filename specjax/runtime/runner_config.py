@@ -16,6 +16,7 @@ from specjax.kernels.invariant_dot import num_parts
 from specjax.kv.holding import KVWrites
 from specjax.kv.window_pages import pages_wanted
 from specjax.models.flat import Networks
+from specjax.models.weights import MAX_FUSED_ROWS
 from specjax.sampling.accept_draws import COUPLED, Acceptance
 from specjax.speculative.algorithm import SpeculativeAlgorithm, StateSizes, target_pool
 from specjax.types import DraftShape
@@ -89,7 +90,8 @@ class RunnerConfig:
 
     def max_chunks(self, width: int) -> int:
         """Maximum number of chunks (one per request) in a prefill of ``width`` tokens."""
-        return max(1, min(self.num_slots - 1, width // MIN_CHUNK))
+        least = PADDED_ROWS if self.on_gpu else 1  # for the output head, as in rounds
+        return max(least, min(self.num_slots - 1, width // MIN_CHUNK))
 
     def prefill_width(self, num_tokens: int, *, with_logprobs: bool = False) -> int:
         """Pick the smallest bucket that holds all ``num_tokens`` waiting tokens.
@@ -321,10 +323,18 @@ def _prefill_bytes(
     drafted = largest.depth if drafts_all else 0
     copies = max(PREFILL_LOGITS, (DRAFT_LOGITS if config.on_gpu else ROUND_LOGITS_CPU) * drafted)
     logits = chunks * (copies * model.vocab_size * 4 + HISTORY_BYTES * config.context)
-    kept = width * (1 + num_features) * model.hidden_size * model.dtypes.activations.itemsize
+    dtypes = model.dtypes
+    kept = width * (1 + num_features) * model.hidden_size * dtypes.activations.itemsize
     if width in config.logprob_buckets:  # every row has logits
         logits += (1 if config.on_gpu else 2) * width * model.vocab_size * 4
-    return max(_activations(model, max(width, chunks * drafted), num_features), kept + logits)
+    activations = _activations(model, max(width, chunks * drafted), num_features)
+    format = dtypes.quantization
+    if format is not None and (format.rounds_activations or width > MAX_FUSED_ROWS):
+        # XLA converts matrices one by one; the largest are those of the MLP and the head
+        column = model.hidden_size * dtypes.activations.itemsize
+        activations += column * 2 * model.intermediate_size
+        logits += 0 if "lm_head" in format.plain else column * model.vocab_size
+    return max(activations, kept + logits)
 
 
 # On a GPU, XLA computes products of one row with a matrix-vector path, which launches more kernels.

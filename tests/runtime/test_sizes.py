@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specjax.checkpoints.presets import LLAMA31_8B
+from specjax.config import Quantization
 from specjax.runtime.runner import ModelRunner
 from specjax.runtime.runner_config import (
     PARTIAL_SUMS,
@@ -173,6 +174,14 @@ def test_the_plan_covers_the_memory_of_xla(slots, steps, measured) -> None:
     """The largest ``temp_bytes`` of any function, of jax 0.11.2 on an H200."""
     planned = temporary_bytes(LLAMA31_8B, config_of(slots, *chains(steps)), 3)
     assert measured <= planned <= 1.3 * measured
+
+
+@pytest.mark.parametrize(("slots", "measured"), [(1, 1.100e9), (64, 1.117e9)])
+def test_the_plan_covers_converted_matrices(slots, measured) -> None:
+    """Prefill with matrices in FP8, of jax 0.11.2 on an H200."""
+    model = replace(LLAMA31_8B, quantization=Quantization("fp8"))
+    planned = temporary_bytes(model, config_of(slots, *chains(0)), 0)
+    assert measured <= planned <= 1.35 * measured
 
 
 def test_logits_of_all_nodes_count() -> None:
