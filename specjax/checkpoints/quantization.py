@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from ml_dtypes import bfloat16, float8_e4m3fn, int4
 
-from specjax.checkpoints.tensors import FLOATS, TensorInfo, TensorSource
+from specjax.checkpoints.tensors import FLOATS, TensorInfo, TensorSource, cast
 from specjax.config import Quantization
 from specjax.json_file import Fields, Flag, PositiveSize
 from specjax.models.family import OFFSET, SCALE, Recipes
@@ -30,7 +30,7 @@ from specjax.models.weights import largest
 
 PACKED, ZERO_POINT, BLOCK_SCALE = "_packed", "_zero_point", "_scale_inv"
 # values that are quantised at once: with all values of a matrix, it takes twice as long
-_CACHED = 2**17
+_CACHED = 2**18
 _LARGE = 2**27  # values of a matrix that several threads quantise
 # tensors next to a quantised matrix
 _REPLACED = (SCALE, BLOCK_SCALE, PACKED, ZERO_POINT, "_shape")
@@ -189,38 +189,40 @@ def quantise(
     """
     most = largest(dtype)
     least = -8.0 if dtype == int4 else -most
-    rows, columns = matrix.shape
+    (rows, columns), least = matrix.shape, -8.0 if dtype == int4 else -largest(dtype)
     size = columns if group is None else group
     groups = -(-columns // size)
-    found = np.empty((rows, columns), dtype), np.empty((rows, groups), np.float32)
+    values, scales = np.empty((rows, columns), dtype), np.empty((rows, groups), np.float32)
     step = max(1, _CACHED // columns)
-
-    def rounds(start: int) -> None:
-        own = slice(start, start + step)
-        part = np.zeros((len(matrix[own]), groups * size), np.float32)
-        part[:, :columns] = matrix[own]
-        values = part.reshape(-1, size)
-        high, low = values.max(axis=1), values.min(axis=1)
-        if dtype == int4:
-            scale = np.where(high > -low, high, low) / least
-        else:
-            scale = np.maximum(high, -low) / most
-        scale[scale == 0.0] = 1.0
-        if group is not None:  # products in bfloat16 round them
-            scale = scale.astype(bfloat16).astype(np.float32)
-        values /= scale[:, None]
-        np.clip(values, least, most, out=values)
-        if jnp.issubdtype(dtype, jnp.integer):
-            np.rint(values, out=values)
-        rounded = to_e4m3(part) if dtype == float8_e4m3fn else part
-        found[0][own] = rounded[:, :columns]
-        found[1][own] = scale.reshape(-1, groups)
-
     # an output head is often the last to finish, when the threads of other matrices are idle
     threads = min(4, os.cpu_count() or 1) if matrix.size > _LARGE else 1
+
+    def rounds(first: int) -> None:
+        for start in range(first * step, rows, threads * step):
+            own = slice(start, start + step)
+            part = cast(matrix[own], np.dtype(np.float32))
+            if columns < groups * size:
+                part = np.pad(part, ((0, 0), (0, groups * size - columns)))
+            parts = part.reshape(-1, size)
+            high, low = parts.max(axis=1), parts.min(axis=1)
+            scale = np.where(high > -low, high if dtype == int4 else -high, low) / least
+            scale[scale == 0.0] = 1.0
+            if group is not None:  # products in bfloat16 round them
+                scale = scale.astype(bfloat16).astype(np.float32)
+            rounded = parts / scale[:, None]
+            if jnp.issubdtype(dtype, jnp.integer):
+                np.rint(rounded, out=rounded)
+            np.clip(rounded, least, largest(dtype), out=rounded)
+            rounded = rounded.reshape(part.shape)[:, :columns]
+            if dtype == float8_e4m3fn:  # seen as bytes: numpy would hold the GIL to copy them
+                values.view(np.uint8)[own] = to_e4m3(rounded).view(np.uint8)
+            else:
+                values[own] = rounded
+            scales[own] = scale.reshape(-1, groups)
+
     with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(rounds, range(0, rows, step)))
-    return found
+        list(pool.map(rounds, range(threads)))
+    return values, scales
 
 
 def to_e4m3(values: np.ndarray) -> np.ndarray:
