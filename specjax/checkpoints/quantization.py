@@ -187,9 +187,8 @@ def quantise(
     group of zeros has the scale 1. ``None`` is one group per output; scales of smaller groups are
     rounded to bfloat16.
     """
-    most = largest(dtype)
+    (rows, columns), most = matrix.shape, largest(dtype)
     least = -8.0 if dtype == int4 else -most
-    (rows, columns), least = matrix.shape, -8.0 if dtype == int4 else -largest(dtype)
     size = columns if group is None else group
     groups = -(-columns // size)
     values, scales = np.empty((rows, columns), dtype), np.empty((rows, groups), np.float32)
@@ -212,7 +211,7 @@ def quantise(
             rounded = parts / scale[:, None]
             if jnp.issubdtype(dtype, jnp.integer):
                 np.rint(rounded, out=rounded)
-            np.clip(rounded, least, largest(dtype), out=rounded)
+            np.clip(rounded, least, most, out=rounded)
             rounded = rounded.reshape(part.shape)[:, :columns]
             if dtype == float8_e4m3fn:  # seen as bytes: numpy would hold the GIL to copy them
                 values.view(np.uint8)[own] = to_e4m3(rounded).view(np.uint8)

@@ -7,7 +7,7 @@ import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 from ml_dtypes import bfloat16
@@ -58,6 +58,7 @@ _KINDS = {"BOOL": "bool", "BF": "bfloat", "F": "float", "I": "int", "U": "uint",
 def _safetensors(path: Path, files: list[Path]) -> TensorSource:
     infos: dict[str, TensorInfo] = {}
     starts: dict[str, int] = {}  # the places of tensors in their files
+    versions: dict[Path, tuple[int, ...]] = {}
     for file in files:
         try:
             with safe_open(file, framework="np"):  # checks the header, and the size of the file
@@ -65,17 +66,17 @@ def _safetensors(path: Path, files: list[Path]) -> TensorSource:
             with file.open("rb") as opened:
                 size = int.from_bytes(opened.read(8), "little")
                 header = json.loads(opened.read(size))
-        except (SafetensorError, OSError) as error:
+                versions[file] = _version(opened)
+            header.pop("__metadata__", None)
+            found = {name: _info(file, stored) for name, stored in header.items()}
+            places = {name: stored["data_offsets"][0] for name, stored in header.items()}
+        except (SafetensorError, OSError, ValueError, TypeError, LookupError) as error:
             raise ValueError(f"{file} is not a complete safetensors file: {error}") from error
-        header.pop("__metadata__", None)
-        for name, stored in header.items():
+        for name in found:
             if name in infos:
                 raise ValueError(f"tensor {name!r} is in both {infos[name].path} and {file}")
-            kind = re.fullmatch(r"(BOOL|BF|F|I|U|C)(\d*)", stored["dtype"])
-            dtype = _KINDS[kind[1]] + kind[2] if kind else stored["dtype"]
-            dtype = "float8_e4m3fn" if dtype == "F8_E4M3" else dtype
-            infos[name] = TensorInfo(tuple(stored["shape"]), file, dtype)
-            starts[name] = 8 + size + stored["data_offsets"][0]
+        infos |= found
+        starts |= {name: 8 + size + place for name, place in places.items()}
 
     def read(name: str) -> np.ndarray:
         # safetensors itself reads with the GIL held, so other threads could not convert meanwhile
@@ -85,13 +86,27 @@ def _safetensors(path: Path, files: list[Path]) -> TensorSource:
             with file.open("rb") as opened:
                 opened.seek(starts[name])
                 count = opened.readinto(found.reshape(-1).view(np.uint8).data)
-            if count != found.nbytes:
-                raise ValueError(f"it has {count} of {found.nbytes} bytes")
+                if count != found.nbytes or _version(opened) != versions[file]:
+                    raise ValueError("the file was changed after its header was read")
             return found
         except (TypeError, ValueError, OSError) as error:
             raise ValueError(f"tensor {name!r} of {file} cannot be read: {error}") from error
 
     return TensorSource(path, infos, read)
+
+
+def _info(file: Path, stored: Any) -> TensorInfo:
+    """Read a tensor's entry in the header of a safetensors file."""
+    kind = re.fullmatch(r"(BOOL|BF|F|I|U|C)(\d*)", stored["dtype"])
+    dtype = _KINDS[kind[1]] + kind[2] if kind else stored["dtype"]
+    dtype = "float8_e4m3fn" if dtype == "F8_E4M3" else dtype
+    return TensorInfo(tuple(stored["shape"]), file, dtype)
+
+
+def _version(opened: BinaryIO) -> tuple[int, ...]:
+    """Values that differ if a file is replaced or written."""
+    found = os.fstat(opened.fileno())
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def _torch(path: Path, files: list[Path]) -> TensorSource:

@@ -31,7 +31,7 @@ Job = tuple[Key, Any, tuple[Any, ...], CompilerOptions]
 
 # Autotuning Triton kernels for the products takes 25 s of CPU time for each number of rows
 # (Llama-3.1-8B shape). It pays off for few rows: a round takes 4.26 ms at one row (cuBLAS: 4.65)
-# and 5.65 ms at 32 (5.91), but 7.34 ms at 128 (7.11). Prefill is as fast without it.
+# and 5.65 ms at 32 (5.91), but 7.34 ms at 128 (7.11). In bfloat16, prefill is as fast without it.
 WITHOUT_TRITON: dict[str, str | bool] = {"xla_gpu_enable_triton_gemm": False}
 LEAST_ROWS_WITHOUT_TRITON = 128
 # XLA options for prefill on a GPU: no CUDA graphs. Prefill runs rarely and with different buffers
@@ -142,28 +142,30 @@ class RoundFunctions:
 
         XLA autotunes each product once per process, but functions that are compiled at the same
         time would each autotune it. The order therefore begins with one round for each number of
-        verified rows. Prefill follows, which is rarely autotuned, and then the other rounds.
+        verified rows. Prefill follows, then the other rounds, and prefill with log-probabilities.
         """
         config = self._config
         rounds = [found for shape in reversed(config.shapes) for found in self._rounds(shape)]
         first = dict(reversed(rounds))  # the deepest tier for each number of rows
         yield from first.values()
-        prefills = [("prefill", width, False) for width in config.prefill_buckets]
-        prefills += [("prefill_logprobs", width, True) for width in config.logprob_buckets]
-        for name, width, logs in prefills:
-            limit = config.max_chunks(width)
-            prefill = self.bind(prefill_chunks, config.largest, limit=limit, with_logprobs=logs)
-            options = self._options(prefill_options(width, self._formats))
-            yield (name, width), prefill, self._with(limit * HEADER + width), options
+        yield from (self._prefill("prefill", width) for width in config.prefill_buckets)
         record = jax.jit(partial(record_cached), donate_argnums=0)
         ints = self._networks.placement.ints
         arguments = (self._common[2].future, ints(), ints(config.context))
         yield ("record_cached",), record, arguments, None
         yield from (job for rows, job in rounds if job is not first[rows])
+        yield from (self._prefill("prefill_logprobs", width) for width in config.logprob_buckets)
         if config.has_grammars:
             for shape, batch in config.rounds:
                 if not shape.packed:
                     yield from self._constrained(shape, batch)
+
+    def _prefill(self, name: str, width: int) -> Job:
+        limit, logs = self._config.max_chunks(width), name == "prefill_logprobs"
+        shape = self._config.largest
+        prefill = self.bind(prefill_chunks, shape, limit=limit, with_logprobs=logs)
+        options = self._options(prefill_options(width, self._formats))
+        return (name, width), prefill, self._with(limit * HEADER + width), options
 
     def _constrained(self, shape: DraftShape, batch: int) -> Iterator[Job]:
         """Jobs for the parts of a round with a grammar."""

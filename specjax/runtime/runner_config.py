@@ -308,6 +308,8 @@ def _round_bytes(
     copies += 0 if config.acceptance.is_coupled else ACCEPT_LOGITS
     rows = copies * rows + batch * shape.packed
     logits = max(rows, DRAFT_LOGITS * drafted) * model.vocab_size * 4
+    if batch * max(shape.nodes, shape.block) > MAX_FUSED_ROWS or not config.on_gpu:
+        logits += max(_converted_bytes(model))
     history = HISTORY_BYTES * batch * config.context
     drafting = config.algorithm.draft_bytes(batch, config.context, shape)
     activations = _activations(model, batch * max(shape.nodes, shape.block), num_features)
@@ -328,13 +330,23 @@ def _prefill_bytes(
     if width in config.logprob_buckets:  # every row has logits
         logits += (1 if config.on_gpu else 2) * width * model.vocab_size * 4
     activations = _activations(model, max(width, chunks * drafted), num_features)
-    format = dtypes.quantization
-    if format is not None and (format.rounds_activations or width > MAX_FUSED_ROWS):
-        # XLA converts matrices one by one; the largest are those of the MLP and the head
-        column = model.hidden_size * dtypes.activations.itemsize
-        activations += column * 2 * model.intermediate_size
-        logits += 0 if "lm_head" in format.plain else column * model.vocab_size
+    rounds = dtypes.quantization is not None and dtypes.quantization.rounds_activations
+    if rounds or width > MAX_FUSED_ROWS or not config.on_gpu:
+        mlp, head = _converted_bytes(model)
+        activations, logits = activations + mlp, logits + head
     return max(activations, kept + logits)
+
+
+def _converted_bytes(model: TransformerConfig) -> tuple[int, int]:
+    """Memory of the MLP's largest matrix and of the output head if XLA converts them.
+
+    It converts quantised matrices one by one, unless the kernels of products do.
+    """
+    if (format := model.dtypes.quantization) is None:
+        return 0, 0
+    column = model.hidden_size * model.dtypes.activations.itemsize
+    head = 0 if "lm_head" in format.plain else model.vocab_size
+    return column * 2 * model.intermediate_size, column * head
 
 
 # On a GPU, XLA computes products of one row with a matrix-vector path, which launches more kernels.

@@ -15,6 +15,7 @@ import tokenizers
 from safetensors.numpy import save_file
 
 from specjax.checkpoints import open_draft, open_target
+from specjax.checkpoints.tensors import open_directory
 
 from .files import (
     CONFIG,
@@ -183,6 +184,17 @@ def test_gguf_array_longer_than_the_file(tmp_path: Path, kind: int) -> None:
 def test_damaged_safetensors(tmp_path: Path) -> None:
     act = partial(open_target, write_directory(tmp_path, CONFIG, target_tensors()))
     fuzz(tmp_path, ["model.safetensors"], damage_bytes, lambda _: act().check_weights(), 100)
+
+
+def test_a_file_that_is_replaced_while_it_is_read(tmp_path: Path) -> None:
+    tensors = {"a": np.arange(4, dtype=np.float32), "b": np.ones(4, np.float32)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    source = open_directory(tmp_path)
+    assert np.array_equal(source.read("a"), tensors["a"])
+    save_file(tensors, tmp_path / "new", metadata={"a longer": "header"})
+    (tmp_path / "new").replace(tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"'b' of .*model.safetensors.*changed after its header"):
+        source.read("b")
 
 
 @pytest.mark.parametrize("layers", [2**31, 2**31 - 1, 1000])

@@ -29,6 +29,7 @@ from specjax.types import DraftShape
 
 from ..runners import algorithm_of, chains, runner_config
 
+FP8 = Quantization("fp8")
 BASE = runner_config(algorithm=algorithm_of(None), shapes=chains(0))
 NEEDS = MemoryNeeds(weight_bytes=1_000, token_bytes=10, temporary_bytes=500)
 CONFIG: dict[str, Any] = {
@@ -179,9 +180,19 @@ def test_the_plan_covers_the_memory_of_xla(slots, steps, measured) -> None:
 @pytest.mark.parametrize(("slots", "measured"), [(1, 1.100e9), (64, 1.117e9)])
 def test_the_plan_covers_converted_matrices(slots, measured) -> None:
     """Prefill with matrices in FP8, of jax 0.11.2 on an H200."""
-    model = replace(LLAMA31_8B, quantization=Quantization("fp8"))
+    model = replace(LLAMA31_8B, quantization=FP8)
     planned = temporary_bytes(model, config_of(slots, *chains(0)), 0)
     assert measured <= planned <= 1.35 * measured
+
+
+def test_converted_matrices_count_in_large_rounds_and_on_a_cpu() -> None:
+    head = LLAMA31_8B.vocab_size * LLAMA31_8B.hidden_size * LLAMA31_8B.dtypes.activations.itemsize
+    large = config_of(64, DraftShape.chain(15))
+    plans = [temporary_bytes(replace(LLAMA31_8B, quantization=q), large, 3) for q in (None, FP8)]
+    assert plans[1] == plans[0] + head
+    small = replace(config_of(4, *chains(0)), implementation="xla", prefill_buckets=(32,))
+    plans = [temporary_bytes(replace(LLAMA31_8B, quantization=q), small, 3) for q in (None, FP8)]
+    assert plans[1] == plans[0] + head
 
 
 def test_logits_of_all_nodes_count() -> None:
