@@ -224,21 +224,21 @@ def quantise(
     return values, scales
 
 
+with np.errstate(invalid="ignore"):  # NaN stays NaN
+    _FLOATS = np.arange(2**16, dtype=np.uint16).view(bfloat16).astype(np.float32)
+    _CODES = _FLOATS.clip(-448.0, 448.0).astype(float8_e4m3fn).view(np.uint8)
+
+
 def to_e4m3(values: np.ndarray) -> np.ndarray:
-    """Round float32 values of at most 448 to e4m3, in a seventh of the time of ml_dtypes."""
-    sizes = np.abs(values)
-    bits, signs = sizes.view(np.uint32), values.view(np.uint32) >> 24 & 0x80
-    # the last three of 23 bits of the mantissa that are kept; ties round to even
-    codes = bits >> 20 & 1
-    codes += bits
-    codes += 0x7FFFF
-    codes >>= 20
-    codes -= (127 - 7) * 8
-    # smaller values are multiples of 2 ** -9, to which this sum rounds
-    multiples = (sizes + np.float32(2**14)).view(np.uint32) - np.float32(2**14).view(np.uint32)
-    np.copyto(codes, multiples, where=sizes < 2.0**-6)
-    codes |= signs
-    return codes.astype(np.uint8).view(float8_e4m3fn)
+    """Round float32 values of at most 448 to e4m3, in less than half of the time of ml_dtypes."""
+    bits = values.view(np.uint32)
+    # The middle of two neighbours in e4m3 needs the first 15 bits only, so the 16th can tell
+    # whether any of the others is set.
+    kept = bits & np.uint32(0xFFFF)
+    kept += np.uint32(0xFFFF)
+    kept |= bits
+    kept >>= np.uint32(16)
+    return np.take(_CODES, kept, mode="clip").view(float8_e4m3fn)
 
 
 def unpack(packed: np.ndarray, bits: int, count: int, axis: int) -> np.ndarray:
