@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -27,7 +28,7 @@ from specjax.config import (
     TransformerConfig,
 )
 from specjax.models.block import block_recipes
-from specjax.models.family import Recipes, draft_recipes
+from specjax.models.family import MTP_PREFIX, Recipes, draft_recipes
 
 # published name of a setting -> our name
 _PUBLISHED = {
@@ -100,7 +101,7 @@ def export_fp8(
         max_shard_bytes: maximum size of a file; a larger tensor gets its own file.
 
     Raises:
-        ValueError: if ``path`` has files, or if the model is not such a directory.
+        ValueError: if ``path`` has files, or if the model is not such a directory or incomplete.
     """
     check_integer("max_shard_bytes", max_shard_bytes, 1)
     target, directory = open_target(model), Path(path)
@@ -110,8 +111,9 @@ def export_fp8(
         raise ValueError(
             f"model={os.fspath(model)!r} must be a directory with the whole weights of a text model"
         )
-    if directory.exists() and any(directory.iterdir()):
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise ValueError(f"path={os.fspath(path)!r} must be a new or an empty directory")
+    target.check_weights()
     format = Quantization("fp8", plain=("lm_head",))
     config = dataclasses.replace(target.config, quantization=format)
     source = dataclasses.replace(target, config=config).source()
@@ -127,7 +129,7 @@ def export_fp8(
         "format": "float-quantized",
         "quantization_status": "compressed",
         "config_groups": {"group_0": scheme},
-        "ignore": ["lm_head"],
+        "ignore": ["lm_head", f"re:{re.escape(MTP_PREFIX)}.*"],
     }
     directory.mkdir(parents=True, exist_ok=True)
     for pattern in ("*.json", "*.jinja", "*.model", "*.txt"):

@@ -10,7 +10,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from specjax.checkpoints.quantization import read_kv_exponents, read_quantization
+from specjax.checkpoints.quantization import PACKED, read_kv_exponents, read_quantization
 from specjax.checkpoints.tensors import TensorSource, open_directory
 from specjax.config import DTYPES, DraftConfig, ModelConfig
 from specjax.json_file import Fields, Flag, PositiveSize, Size
@@ -58,7 +58,8 @@ def huggingface_config(directory: Path, dtype: str) -> ModelConfig:
     if values.get("quantization") is not None:
         values["kv_exponents"] = read_kv_exponents(source(), values["num_layers"])
     if is_wrapped:  # their settings for the text model are often absent or wrong
-        values["tie_word_embeddings"] = "lm_head.weight" not in source().infos
+        heads = {"lm_head.weight", f"lm_head.weight{PACKED}"}
+        values["tie_word_embeddings"] = heads.isdisjoint(source().infos)
     return config.build(family.config, values | family.read(config))
 
 

@@ -191,7 +191,7 @@ def open_target(
     Args:
         model: ``"smollm2-135m"``, a ``.gguf`` file, a Hugging Face directory or repository id.
         dtype: ``"float32"``, ``"bfloat16"``, or ``"auto"`` for the checkpoint's own (float16 and
-            quantised weights become bfloat16).
+            quantised weights of GGUF become bfloat16).
         knob: name of the argument in error messages.
         revision: branch, tag or commit of a repository.
 

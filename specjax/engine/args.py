@@ -153,8 +153,9 @@ class EngineArgs:
             and int8 with scales per output channel. From 64 rows on, products are then faster.
             Default: activations keep ``dtype``, whatever the checkpoint states.
         kv_cache_dtype: ``"fp8_e4m3"`` stores keys and values of the target and the draft in 8 bits,
-            without scales, in half the memory of bfloat16. On a GPU, it needs compute capability
-            8.9 or later, and head dims that are multiples of 32. ``"auto"``: as ``dtype``.
+            in half the memory of bfloat16; a checkpoint's scales are rounded up to powers of two.
+            On a GPU, it needs compute capability 8.9 or later, and head dims that are multiples of
+            32. ``"auto"``: as ``dtype``.
         context_length: maximum tokens of prompt plus completion. Default: the model's limit.
         page_size: tokens per KV page.
         max_running_requests: requests decoded at once. Default: 4 on a CPU, 32 on a GPU.

@@ -303,7 +303,7 @@ def server_info(
     plan: EnginePlan, totals: Totals, controller: AdaptiveController | None
 ) -> dict[str, Any]:
     """Return arguments, planned sizes and, in ``internal_states``, metrics, as SGLang does."""
-    args = plan.args
+    args, format = plan.args, plan.target.config.quantization
     tier = {
         "speculative_num_steps": totals.tier.steps,
         "speculative_eagle_topk": totals.tier.topk,
@@ -314,6 +314,7 @@ def server_info(
         **(tier if totals.drafts else {}),
         "model_path": plan.target.name,
         "dtype": plan.target.config.dtype,
+        "quantization": None if format is None else format.kind,
         "context_length": plan.context_length,
         "max_running_requests": plan.config.num_slots - 1,
         "batch_buckets": list(plan.config.batch_buckets),

@@ -118,7 +118,7 @@ def weights_from_tensors(
         """The dtype of a weight in the engine, and of a tensor from which one is made."""
         if name in abstract and jnp.issubdtype(abstract[name].dtype, jnp.floating):
             return abstract[name].dtype
-        own = getattr(value, "dtype", dtype)
+        own = value.dtype if isinstance(value, jax.Array) else np.asarray(value).dtype
         if owner.canonical_name(name) in matrices:  # quantised from all of its bits
             return own
         if format is not None and "_scale" in name:
@@ -144,6 +144,8 @@ def weights_from_tensors(
     strays = sorted(n for n in tensors.keys() - parts if not (weights and owner.is_ignored(n)))
     if strays:
         raise ValueError(f"named_tensors: {strays[:5]} are not weights of the model")
+    if not weights:
+        raise ValueError(f"named_tensors has only {sorted(given)[:5]}, which replace no weights")
     for name in weights:
         whole = name.rpartition(".")[0]
         others = {f"{whole}.{leaf}" for leaf in ("values", "scale", "offset")} & abstract.keys()

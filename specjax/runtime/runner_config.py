@@ -239,7 +239,7 @@ def plan_pages(
             f"weights and {temporary / 1e9:.2f} GB of temporary memory; lower "
             "max_running_requests, context_length, speculative_num_steps, "
             "speculative_num_draft_tokens or chunked_prefill_size; if the weights alone do not "
-            "fit, set dtype='bfloat16' or choose a smaller model"
+            "fit, set dtype='bfloat16' or quantization='fp8', or choose a smaller model"
         )
     if max_total_tokens is not None:
         num_pages = 1 - (-max_total_tokens // config.page_size)

@@ -194,6 +194,15 @@ def test_formats_have_the_values_of_their_files(files: Files, tmp_path: Path, na
     assert weights["lm_head.kernel"].dtype == np.float32
 
 
+class Foreign:
+    """An array of another library, as of PyTorch, with a dtype that is not numpy's."""
+
+    dtype = "torch.float32"
+
+    def __array__(self, *_: Any, **__: Any) -> np.ndarray:
+        return np.ones(32, np.float32)
+
+
 @pytest.mark.parametrize("name", ["fp8-channel", "int4-zeros"])
 def test_scales_of_keys_and_values(files: Files, tmp_path: Path, name: str) -> None:
     """They are rounded up to powers of two, and logits stay the same; also weights in memory."""
@@ -225,6 +234,10 @@ def test_scales_of_keys_and_values(files: Files, tmp_path: Path, name: str) -> N
     new, _ = weights_from_tensors(plan, update, draft=False)
     for key, weight in new.items():
         assert np.array_equal(weight.view(np.uint8), found[key].view(np.uint8))
+    new, _ = weights_from_tensors(plan, {"model.norm.weight": Foreign()}, draft=False)
+    assert np.array_equal(new["norm.scale"], np.ones(32, np.float32))
+    with pytest.raises(ValueError, match=r"only \['model.layers.0.self_attn.k_scale'\]"):
+        weights_from_tensors(plan, {"model.layers.0.self_attn.k_scale": np.ones(1)}, draft=False)
     # compiled functions do not depend on them
     assert plan.networks.target_config.kv_exponents == ()
     both = {"model.layers.0.self_attn.kv_scale": np.float32(0.5)}  # the largest counts
@@ -256,9 +269,19 @@ def test_exported_weights_are_those_of_an_engine(files: Files, tmp_path: Path) -
     assert found["lm_head.kernel"].dtype == np.float32
     with pytest.raises(ValueError, match="must be a new or an empty directory"):
         export_fp8(path, files.target)
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="must be a new or an empty directory"):
+        export_fp8(tmp_path / "file", files.target)
     for wrong in (path, "smollm2-135m"):
         with pytest.raises(ValueError, match="must be a directory with the whole weights"):
             export_fp8(tmp_path / "other", wrong)
+    damaged = tmp_path / "damaged"
+    shutil.copytree(files.target, damaged)
+    tensors = load_file(damaged / "model.safetensors")
+    del tensors["model.layers.1.mlp.down_proj.weight"]
+    write(damaged / "model.safetensors", tensors)
+    with pytest.raises(ValueError, match=r"lacks 1 tensor.*down_proj"):
+        export_fp8(tmp_path / "other", damaged)
 
 
 @pytest.mark.slow

@@ -311,3 +311,6 @@ def test_the_text_model_of_one_that_reads_images(prefix: str, tmp_path: Path) ->
     assert ours.keys() == theirs.keys()
     for name, weight in ours.items():
         np.testing.assert_array_equal(weight, theirs[name])
+    packed = {"lm_head.weight_packed": renamed.pop("lm_head.weight"), **renamed}
+    write_directory(tmp_path / "packed", config, packed)
+    assert not huggingface_config(tmp_path / "packed", "float32").tie_word_embeddings
