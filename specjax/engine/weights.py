@@ -118,12 +118,14 @@ def weights_from_tensors(
         """The dtype of a weight in the engine, and of a tensor from which one is made."""
         if name in abstract and jnp.issubdtype(abstract[name].dtype, jnp.floating):
             return abstract[name].dtype
+        if format is None:
+            return dtype
         own = value.dtype if isinstance(value, jax.Array) else np.asarray(value).dtype
         if owner.canonical_name(name) in matrices:  # quantised from all of its bits
             return own
-        if format is not None and "_scale" in name:
+        if "_scale" in name:
             return np.dtype(np.float32)
-        return dtype if format is None or str(own) in FLOATS else own
+        return dtype if str(own) in FLOATS else own
 
     tensors = {str(x): _copied(x, value, dtype_of(str(x), value)) for x, value in given.items()}
     if not tensors:

@@ -57,8 +57,7 @@ def compiler_options(
     misses cuBLAS kernels that are faster from 64 rows on. Without the split, the products take
     4.72 ms instead of 5.02 at 64 rows (Llama-3.1-8B shape, H200, jax 0.11.2).
     """
-    found = [format for format in formats if format is not None]
-    if any(format.group is not None for format in found):
+    if any(format is not None and format.group is not None for format in formats):
         return SCALED_GROUPS if rows <= MAX_FUSED_ROWS else SCALED_GROUPS | WITHOUT_TRITON
     if rows <= MAX_SPLIT_ROWS or converts_in_products(rows, formats):
         return {}
@@ -71,8 +70,9 @@ def converts_in_products(rows: int, formats: Sequence[Quantization | None]) -> b
 
     cuBLAS cannot if activations have more bits, so XLA would convert each matrix first.
     """
-    found = [format for format in formats if format is not None]
-    return rows <= MAX_FUSED_ROWS and any(not format.rounds_activations for format in found)
+    return rows <= MAX_FUSED_ROWS and any(
+        format is not None and not format.rounds_activations for format in formats
+    )
 
 
 def prefill_options(
