@@ -14,7 +14,7 @@ with Engine(
     speculative_adaptive=True,
     speculative_adaptive_config={"candidate_steps": [0, 1, 3], "policy": "budget"},
     context_length=256,
-    max_running_requests=4,
+    max_running_requests=2,
 ) as engine:
     answers = engine.generate(4 * PROMPTS, {"max_new_tokens": 48, "temperature": 0.0})
     lengths = [answer["meta_info"]["spec_accept_length"] for answer in answers]

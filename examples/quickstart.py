@@ -10,10 +10,9 @@ from specjax import Engine, SamplingParams
 PROMPT = sys.argv[1] if len(sys.argv) > 1 else "The sky is blue because"
 PARAMS = SamplingParams(temperature=0.0, max_new_tokens=48)
 SIZES = {"context_length": 256, "max_running_requests": 1}
-DRAFTS = {"speculative_algorithm": "EAGLE3", "speculative_num_steps": 3}
 
 with (
-    Engine("smollm2-135m", **DRAFTS, **SIZES) as fast,
+    Engine("smollm2-135m", speculative_algorithm="EAGLE3", **SIZES) as fast,
     Engine("smollm2-135m", speculative_algorithm=None, share_weights_with=fast, **SIZES) as plain,
 ):
     out, expected = fast.generate(PROMPT, PARAMS), plain.generate(PROMPT, PARAMS)

@@ -25,12 +25,12 @@ def step(weights: dict[str, jax.Array], key: jax.Array) -> dict[str, jax.Array]:
 
 
 def main() -> None:
-    sizes = {"context_length": 128, "max_running_requests": 1}
+    sizes = {"context_length": 256, "max_running_requests": 1}
     with Engine(speculative_algorithm="EAGLE3", **sizes) as engine:
         before = engine.generate(PROMPT, PARAMS)
         names = engine.runner.networks.target.names
         weights = dict(zip(names, engine.runner.weights[0], strict=True))
-        for number in range(1, 4):
+        for number in range(1, 3):
             weights = step(weights, jax.random.key(number))
             engine.update_weights_from_tensor(weights)
             out = engine.generate(PROMPT, PARAMS)

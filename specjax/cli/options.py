@@ -24,8 +24,9 @@ from specjax.speculative.registry import DEFAULT
 MODEL = ("model", "draft", "dtype", "tokenizer", "chat_template", "revision")
 # further options of commands that do not serve
 MEMORY = (
-    "context_length page_size max_total_tokens chunked_prefill_size rounds_per_dispatch "
-    "mem_fraction_static seed compile_cache_dir enable_deterministic_inference"
+    "quantization quantize_activations kv_cache_dtype context_length page_size max_total_tokens "
+    "chunked_prefill_size rounds_per_dispatch mem_fraction_static seed compile_cache_dir "
+    "enable_deterministic_inference"
 ).split()
 # show_progress is set by --quiet
 ALL = tuple(field.name for field in fields(EngineArgs) if field.name != "show_progress")

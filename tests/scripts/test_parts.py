@@ -39,6 +39,18 @@ def test_both_engines_of_acceptance_fit_into_memory(monkeypatch: pytest.MonkeyPa
     assert 0.4 * memory < total + planned.networks.weight_bytes < 0.6 * memory
 
 
+@pytest.mark.parametrize(
+    ("bench", "given"),
+    [(acceptance, ["--prompts", "p"]), (compare, []), (serving, ["--load", "burst"])],
+)
+def test_engines_with_quantised_weights_can_be_measured(bench: Any, given: list[str]) -> None:
+    own = ["--quantization", "fp8", "--quantize-activations", "--kv-cache-dtype", "fp8_e4m3"]
+    name = bench.__name__.rpartition(".")[2]
+    options = engine_arguments(bench.parse_arguments(name, given + own))
+    expected = {"quantization": "fp8", "quantize_activations": True, "kv_cache_dtype": "fp8_e4m3"}
+    assert expected.items() <= options.items()
+
+
 def meta(tokens: int, verifies: int, plain: int = 0, correct: int = 7) -> dict[str, Any]:
     return {
         "prompt_tokens": 4,
