@@ -28,6 +28,7 @@ from specjax.kernels.tree_attention import MAX_MASKED
 from bench import common
 from specjax import Engine, SamplingParams
 from specjax.checkpoints.presets import PRESETS, preset_algorithm, write_preset
+from specjax.cli.options import add_options
 from specjax.config import BlockConfig
 from specjax.engine.args import EngineArgs
 from specjax.engine.plan import plan_engine
@@ -36,16 +37,8 @@ from specjax.speculative.algorithm import kv_pool
 from specjax.speculative.prefill import Chunk
 from specjax.speculative.registry import DEFAULT
 
-SETTINGS = (
-    "model",
-    "rounds_per_dispatch",
-    "page_size",
-    "context",
-    "dtype",
-    "quantization",
-    "quantize_activations",
-    "kv_cache_dtype",
-)
+QUANTISED = ("quantization", "quantize_activations", "kv_cache_dtype")
+SETTINGS = ("model", "rounds_per_dispatch", "page_size", "context", "dtype", *QUANTISED)
 REPEATS = 5
 PROFILED_DISPATCHES = 5
 PREFILL_CHUNK = 512
@@ -100,9 +93,8 @@ def parse_arguments(name: str, argv: Sequence[str]) -> Namespace:
     add("--rounds-per-dispatch", type=int, default=1, help="rounds per call (default: 1)")
     add("--page-size", type=int, default=16, help="tokens per KV page (default: 16)")
     add("--dtype", default="bfloat16", help="dtype of weights and KV (default: bfloat16)")
-    add("--quantization", help="fp8, int8 or int4 matrices (default: as --dtype)")
-    add("--quantize-activations", action="store_true", help="round inputs of products to 8 bits")
-    add("--kv-cache-dtype", default="auto", help="fp8_e4m3 (default: as --dtype)")
+    add_options(parser, EngineArgs, QUANTISED)
+    parser.set_defaults(kv_cache_dtype=EngineArgs.kv_cache_dtype)
     add("--simulate-acceptance", type=float, help="probability that a draft is accepted")
     add("--profile", action="store_true", help="also list the kernels of a round")
     add("--output", type=Path, help="file to append one JSON line per row to")
