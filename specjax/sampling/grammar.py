@@ -44,6 +44,16 @@ LIMITS: dict[str, Any] = {
     "max_lexer_states": 50_000,
 }
 _DECODER = json.JSONDecoder()
+OPTIONS = "x-guidance"  # the library's options, at the root of a schema
+# The options of tool arguments: the white space of json.dumps, which models have learned. They are
+# the only ones that a schema may have.
+LAYOUT = {"whitespace_flexible": False, "key_separator": ": ", "item_separator": ", "}
+# Tokens of Lark's notation that may contain any character, and marks before JSON. A string, a
+# regular expression or a special token without its end is an error of the library.
+_LARK = re.compile(
+    r'"(?:\\.|[^"\\\n])*+"?|(?:#|//)[^\n]*|/(?:\\.|[^/\\])*+/?|<[^<>\s]*+>?'
+    r"|%(json|llguidance)[ \t\r\n]*"
+)
 NO_TOKEN = "no token may follow"
 # what malformed grammars raise
 FAULTS = ValueError, ArithmeticError, LookupError, TypeError, AttributeError, AssertionError
@@ -343,14 +353,13 @@ class GrammarCompiler:
 
     def _grammar(self, kind: str, text: str) -> str:
         if kind == "structural_tag":
-            return _check_embedded(self._structural(json.loads(text)))
+            return _with_options(self._structural(json.loads(text)), self._json)
         if kind == "json_schema":
-            _check_numbers(json.loads(text))
-            return llguidance.LLMatcher.grammar_from_json_schema(text, overrides=self._json)
-        if kind == "ebnf":
-            _check_embedded(text)
+            schema = _schema(json.loads(text), self._json)
+            return llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema))
         formats: Any = kind
-        return llguidance.grammar_from(formats, text)
+        grammar = llguidance.grammar_from(formats, text)
+        return _with_options(grammar, self._json) if kind == "ebnf" else grammar
 
     def _structural(self, value: Any) -> str:
         """The grammar of SGLang's structural tags: free text, with schemas between tags.
@@ -369,24 +378,40 @@ class GrammarCompiler:
                 # the library knows special tokens by angle brackets
                 is_special, rest, trigger = True, begin[len(trigger) :], f"<[{ids[0]}]>"
                 begin = trigger + rest
-            schema = one.get("schema") or {}
-            if not isinstance(schema, dict):
-                raise ValueError(f"schema={short(schema)} must be an object")
+            schema = _schema(True if one.get("schema") is None else one["schema"], self._json)
             tags.append(
                 llguidance.StructTag(trigger=trigger, begin=begin, grammar=schema, end=one["end"])
             )
         return str(llguidance.StructTag.to_grammar(tags, assume_special=is_special))
 
 
-def _check_embedded(grammar: str) -> str:
-    """Check the schemas in a grammar, and return it."""
-    for mark in re.finditer(r"%json\s*", grammar):
-        try:
-            schema = _DECODER.raw_decode(grammar, mark.end())[0]
-        except ValueError:
-            continue  # the library names the place
-        _check_numbers(schema)
-    return grammar
+def _with_options(grammar: str, options: Mapping[str, Any]) -> str:
+    """Check a Lark grammar, and give its schemas the ``options``."""
+    pieces, at = list[str](), 0
+    while mark := _LARK.search(grammar, at):
+        pieces.append(grammar[at : mark.end()])
+        at = mark.end()
+        if name := mark[1]:
+            try:
+                value, at = _DECODER.raw_decode(grammar, at)
+            except ValueError as error:
+                raise ValueError(f"%{name} needs a JSON value: {error}") from error
+            if name == "llguidance" and value != {}:
+                raise ValueError(f"%llguidance {short(value)} must be empty: %llguidance {{}}")
+            pieces.append(json.dumps(_schema(value, options) if name == "json" else value))
+    return "".join([*pieces, grammar[at:]])
+
+
+def _schema(schema: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Check a schema, and replace the library's options in it."""
+    if schema is False:
+        raise ValueError("the schema false allows no text")
+    schema = {} if schema is True else schema
+    if not isinstance(schema, dict):
+        raise ValueError(f"schema={short(schema)} must be an object or true")
+    _check_numbers(schema)
+    is_spaced = not options and schema.get(OPTIONS) == LAYOUT
+    return schema | {OPTIONS: LAYOUT if is_spaced else options}
 
 
 def _check_numbers(schema: Any) -> None:

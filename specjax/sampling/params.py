@@ -68,8 +68,8 @@ class SamplingParams:
         ignore_eos: do not stop at the model's own end tokens.
         sampling_seed: random seed of this request; with it, the output depends only on the request.
         speculative: use drafts if the engine has them; with lossless settings, texts stay the same.
-        json_schema: JSON schema, as text or a mapping, that the completion must match. At most one
-            of this and the next three; they need the engine option ``grammar_backend``.
+        json_schema: JSON schema (text, a mapping or True) that the completion must match. At most
+            one of this and the next three; they need the engine option ``grammar_backend``.
         regex: regular expression (Rust syntax) that the whole completion must match.
         ebnf: grammar, in Lark's or llama.cpp's (GBNF) notation, that the completion must match.
         structural_tag: tags in free text after which a JSON schema holds, as in SGLang.
@@ -99,7 +99,7 @@ class SamplingParams:
     sampling_seed: int | None = None
     speculative: bool = True
     simulate_acceptance: float | None = None
-    json_schema: str | Mapping[str, Any] | None = None
+    json_schema: str | Mapping[str, Any] | bool | None = None
     regex: str | None = None
     ebnf: str | None = None
     structural_tag: str | Mapping[str, Any] | None = None
@@ -167,7 +167,8 @@ class SamplingParams:
         given = [name for name in GRAMMARS if getattr(self, name) is not None]
         for name in given:
             value = getattr(self, name)
-            if isinstance(value, Mapping) and name in ("json_schema", "structural_tag"):
+            kinds = {"json_schema": Mapping | bool, "structural_tag": Mapping}.get(name, ())
+            if isinstance(value, kinds):
                 try:
                     object.__setattr__(self, name, json.dumps(value))
                 except (TypeError, ValueError, RecursionError) as error:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import msgspec
@@ -171,6 +172,7 @@ class Body:
         absent = (None, _NULL)
         self._left = {name: value for name, value in values.items() if value not in absent}
         self.known: set[str] = set()  # names that have been looked up
+        self.sources: dict[str, str] = {}  # parameters of the engine -> fields that set them
 
     def __contains__(self, name: str) -> bool:
         self.known.add(name)
@@ -286,13 +288,16 @@ def _check_depth(name: str, value: Any, left: int) -> None:
 
 
 @contextmanager
-def client_names(prompt: str | None = None, **others: str) -> Iterator[None]:
+def client_names(
+    prompt: str | None = None, sources: Mapping[str, str] = MappingProxyType({}), **others: str
+) -> Iterator[None]:
     """Turn a ValueError into status 400 with OpenAI's field names; also works as a decorator.
 
     Quoted values in the message are not changed.
 
     Args:
         prompt: the field that holds the prompt; ``None`` keeps the engine's names.
+        sources: :attr:`Body.sources`, which may grow within the context.
         **others: the client's names for more parameters; keywords are the engine's names.
     """
     try:
@@ -300,7 +305,7 @@ def client_names(prompt: str | None = None, **others: str) -> Iterator[None]:
     except ValueError as error:
         # cut the message first: search time grows with the square of the number of open quotes
         message, param, code = str(error)[: MAX_MESSAGE + 1], None, None
-        names = {} if prompt is None else {prompt: prompt} | CLIENT_NAMES | others
+        names = {} if prompt is None else {prompt: prompt} | CLIENT_NAMES | others | {**sources}
         message = _WORD.sub(lambda word: names.get(word[0], word[0]), message)
         if isinstance(error, ParameterError):
             param, code = names.get(error.param or ""), error.code

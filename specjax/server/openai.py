@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from specjax.checks import ParameterError, is_integer, short
+from specjax.checks import is_integer, short
 from specjax.engine.requests import encode_conversation
 from specjax.sampling.params import SamplingParams
 from specjax.scheduling.loop import Call
@@ -23,10 +23,12 @@ DEFAULT_TOKENS = 16
 MAX_LOGPROBS = 20
 
 
-@client_names(
-    "prompt", top_logprobs_num="logprobs", input_ids="prompt", json_schema="response_format"
-)
 def read_completion(service: Service, body: Body) -> tuple[Call, Answer]:
+    with client_names("prompt", body.sources, top_logprobs_num="logprobs", input_ids="prompt"):
+        return _completion(service, body)
+
+
+def _completion(service: Service, body: Body) -> tuple[Call, Answer]:
     model = service.check_model(body)
     prompt = service.take_inputs(body, "prompt")
     if not prompt and prompt != "":
@@ -89,8 +91,7 @@ def take_params(
     ``more`` are a grammar that the tools demand.
     """
     given: dict[str, Any] = {NAMES[name]: body.take(name) for name in NAMES if name in body}
-    given |= more or {}
-    given |= take_grammar(body, given)
+    given |= take_grammar(body, given, more or {})
     given.setdefault("max_new_tokens", max_tokens)
     if given.get("top_k") == 0 and is_integer(given["top_k"]):
         given["top_k"] = -1  # vLLM also accepts 0 to turn it off
@@ -152,9 +153,13 @@ EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 _RESERVED = ("messages", "add_generation_prompt", "continue_final_message")
 
 
-@client_names("messages", top_logprobs_num="top_logprobs", json_schema="response_format")
 def read_chat(service: Service, body: Body) -> tuple[Call, Answer]:
     """Check a request, render its chat template and tokenise the text."""
+    with client_names("messages", body.sources, top_logprobs_num="top_logprobs"):
+        return _chat(service, body)
+
+
+def _chat(service: Service, body: Body) -> tuple[Call, Answer]:
     model = service.check_model(body)
     messages, variables, tools = take_conversation(service, body)
     parser = service.engine.tool_call_parser
@@ -187,19 +192,14 @@ def read_chat(service: Service, body: Body) -> tuple[Call, Answer]:
         params = replace(params, max_new_tokens=min(length, most))
     ids = encode_conversation(service.tokenizer, length, messages, **variables)
     request_id = f"chatcmpl-{new_id()}"
-    try:
-        call = service.engine.make_call(
-            stream=is_stream,
-            sampling_params=params,
-            rid=request_id,
-            input_ids=ids,
-            return_logprob=wants_logprobs,
-            top_logprobs_num=num_top,
-        )
-    except ParameterError as error:
-        if error.param not in grammar:
-            raise
-        raise ApiError(400, f"the grammar of the tools: {error}", param="tools") from error
+    call = service.engine.make_call(
+        stream=is_stream,
+        sampling_params=params,
+        rid=request_id,
+        input_ids=ids,
+        return_logprob=wants_logprobs,
+        top_logprobs_num=num_top,
+    )
     return call, ChatAnswer(
         id=request_id,
         model=model,

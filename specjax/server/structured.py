@@ -13,17 +13,22 @@ ANY_OBJECT = {"type": "object"}
 _STRUCTURED = {"json": "json_schema", "grammar": "ebnf"}
 
 
-def take_grammar(body: Body, given: Mapping[str, Any]) -> dict[str, Any]:
+def take_grammar(
+    body: Body, given: Mapping[str, Any], of_tools: Mapping[str, Any]
+) -> dict[str, Any]:
     """Take ``response_format`` and ``structured_outputs``; return sampling parameters.
 
-    ``given`` are other sampling parameters. Raises ApiError if they have a grammar too.
+    ``given`` are other sampling parameters, and ``of_tools`` those that the tools demand. Raises
+    ApiError if there is more than one grammar.
     """
-    sources = [name for name in GRAMMARS if name in given]
-    found: dict[str, Any] = {}
+    sources = [name for name in GRAMMARS if name in given] + ["tools"] * bool(of_tools)
+    body.sources.update(dict.fromkeys(of_tools, "tools"))
+    found = dict(of_tools)
     for name, read in (("response_format", _format), ("structured_outputs", _structured)):
         if name in body and (more := read(body.take(name))):
             sources.append(name)
             found |= more
+            body.sources.update(dict.fromkeys(more, name))
     if len(sources) > 1:
         raise ApiError(400, f"give only one of {', '.join(sources)}", param=sources[1])
     return found

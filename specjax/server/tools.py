@@ -5,11 +5,10 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from specjax.checks import short
+from specjax.sampling.grammar import LAYOUT, OPTIONS
 from specjax.server.fields import ApiError, Body
 from specjax.text.tool_calls import END, MISTRAL_TAG, START, ToolCall
 
-# White space in the arguments of a forced call: that of json.dumps, which models have learned.
-LAYOUT = {"whitespace_flexible": False, "key_separator": ": ", "item_separator": ", "}
 # its limit for the digits of an integer is lower than a text may have
 _DECODER = json.JSONDecoder(parse_int=float)
 MAX_TOOLS, MAX_NAME = 128, 64  # OpenAI's limits
@@ -107,7 +106,7 @@ def is_json(text: str) -> bool:
 
 def _schema(function: dict[str, Any]) -> dict[str, Any]:
     """The schema of a function's arguments."""
-    return (function.get("parameters") or {"type": "object"}) | {"x-guidance": LAYOUT}
+    return (function.get("parameters") or {"type": "object"}) | {OPTIONS: LAYOUT}
 
 
 def take_tools(body: Body) -> Tools:

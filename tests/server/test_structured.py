@@ -60,6 +60,8 @@ def test_answers_match_their_schema(structured: Client) -> None:
         ({"structured_outputs": {"grammar": 'start: "k" | "l"'}}, {"k", "l"}),
         ({"structured_outputs": {"json": {"enum": [3, 4]}, "regex": None}}, {"3", "4"}),
         ({"regex": "xyz"}, {"xyz"}),
+        ({"json_schema": {"enum": [[1, 2]], "x-guidance": {"item_separator": ";"}}}, {"[1,2]"}),
+        ({"structured_outputs": {"json": True}, "max_tokens": 1}, set('"[{-0123456789tfn')),
         ({"ebnf": 'root ::= "u" | "v"'}, {"u", "v"}),
     ],
 )
@@ -88,7 +90,25 @@ def test_json_object_and_native_parameters(structured: Client) -> None:
         ),
         ({"structured_outputs": {"choice": []}}, "structured_outputs", "list of strings"),
         ({"structured_outputs": {"magic": 1}}, "structured_outputs", "must have one of json"),
-        ({"structured_outputs": {"regex": "a("}}, "regex", "unclosed group"),
+        ({"structured_outputs": {"regex": "a("}}, "structured_outputs", "structured_outputs='a("),
+        (
+            {"structured_outputs": {"json": {"type": 5}}},
+            "structured_outputs",
+            "structured_outputs=",
+        ),
+        ({"structured_outputs": {"json": 5}}, "structured_outputs", "structured_outputs=5 must be"),
+        ({"json_schema": {"type": 5}}, "json_schema", "json_schema="),
+        ({"regex": "a("}, "regex", "regex='a('"),
+        (
+            {"response_format": {"type": "structural_tag", "structures": [], "triggers": []}},
+            "response_format",
+            "response_format=",
+        ),
+        (
+            {"response_format": FORMAT, "min_tokens": 2},
+            "min_tokens",
+            "min_tokens=2 must be 0 with response_format",
+        ),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": 5}}}},
             "response_format",
@@ -300,7 +320,16 @@ def test_a_model_that_calls_nothing_answers_with_content(tools: Client) -> None:
             "tools",
             "multipleOf of 99991 is not supported",
         ),
-        ({"tool_choice": "required", "response_format": FORMAT}, "response_format", "only one"),
+        (
+            {"tool_choice": "required", "response_format": FORMAT},
+            "response_format",
+            "give only one of tools, response_format",
+        ),
+        (
+            {"tool_choice": "required", "ebnf": 'start: "a"'},
+            "tools",
+            "give only one of ebnf, tools",
+        ),
     ],
 )
 def test_wrong_tools(tools: Client, fields: dict[str, Any], param: str, words: str) -> None:
