@@ -35,6 +35,7 @@ from specjax.engine.weights import (
 from specjax.metrics import EngineMetrics, Totals
 from specjax.runtime.functions import Watch
 from specjax.runtime.runner import ModelRunner
+from specjax.sampling.grammar_process import while_waiting
 from specjax.scheduling.loop import Call, EngineLoop
 from specjax.scheduling.scheduler import Scheduler
 from specjax.text.reasoning import ReasoningTags
@@ -275,11 +276,13 @@ class Engine:
     async def async_generate(self, *inputs: Any, stream: bool = False, **options: Any) -> Any:
         """Coroutine of :meth:`generate`; ``stream`` gives an async iterator. Cancelling aborts."""
         make = partial(self.make_call, *inputs, stream=stream, **options)
-        # chat templates are rendered in another process, and grammars are compiled: do not block
-        # the event loop
+        # other processes render chat templates and compile grammars: do not block the event loop
         params = options.get("sampling_params", inputs[1] if len(inputs) > 1 else None)
-        is_slow = options.get("messages") is not None or has_grammar(params)
-        return await self.async_run(await asyncio.to_thread(make) if is_slow else make())
+        if options.get("messages") is None and not has_grammar(params):
+            return await self.async_run(make())
+        with while_waiting():
+            call = await asyncio.to_thread(make)
+        return await self.async_run(call)
 
     def make_call(self, *inputs: Any, stream: bool = False, **options: Any) -> Call:
         """Check and tokenise :meth:`generate`'s arguments in any thread, for :meth:`async_run`."""

@@ -10,7 +10,8 @@ import numpy as np
 
 from specjax.checks import CONTEXT_EXCEEDED, ParameterError, check_integer, is_integer, refused
 from specjax.engine.plan import EnginePlan
-from specjax.sampling.grammar import Constraint, GrammarCompiler, Thinking
+from specjax.sampling.grammar import Thinking
+from specjax.sampling.grammar_process import Grammar, Grammars
 from specjax.sampling.params import GRAMMARS, SamplingParams
 from specjax.scheduling.loop import Call
 from specjax.scheduling.request import GenerateRequest, Request, new_id
@@ -131,20 +132,25 @@ def refuse_length(num_tokens: int, context_length: float) -> NoReturn:
 
 
 def has_grammar(params: Any) -> bool:
-    """Whether sampling parameters, or any in a list, have a grammar."""
+    """Whether sampling parameters, or any in a list, need a grammar process."""
     if isinstance(params, SamplingParams):
-        return params.grammar is not None
+        return params.grammar is not None or params.thinking_token_budget is not None
     if isinstance(params, Mapping):
-        return any(params.get(name) is not None for name in GRAMMARS)
+        return any(params.get(name) is not None for name in (*GRAMMARS, "thinking_token_budget"))
     return _is_list(params) and any(map(has_grammar, params))
 
 
-def make_grammars(plan: EnginePlan, tokenizer: Tokenizer | None) -> GrammarCompiler:
+def make_grammars(plan: EnginePlan, tokenizer: Tokenizer | None) -> Grammars:
     args, config = plan.args, plan.target.config
-    tokenizer = _need_tokenizer(tokenizer, "grammar_backend")
-    spaces = not args.constrained_json_disable_any_whitespace
-    text = tokenizer.backend.to_str()
-    return GrammarCompiler(text, config.vocab_size, config.eos_token_ids, spaces=spaces)
+    return Grammars(
+        _need_tokenizer(tokenizer, "grammar_backend").backend.to_str(),
+        config.vocab_size,
+        config.eos_token_ids,
+        spaces=not args.constrained_json_disable_any_whitespace,
+        num_slots=plan.config.num_slots,
+        nodes=max(shape.nodes for shape in plan.config.shapes),
+        width=1 + max(shape.steps for shape in plan.config.shapes),
+    )
 
 
 class RequestFactory:
@@ -204,15 +210,18 @@ class RequestFactory:
             )
             for i in range(count)
         ]
+        grammars = [self._grammar(one.sampling_params, one.input_ids) for one in arguments]
         requests = [
-            self._request(one if n == 1 else replace(one, rid=f"{one.rid}_{sample}"), sample)
-            for one in arguments
+            self._request(
+                one if n == 1 else replace(one, rid=f"{one.rid}_{sample}"), sample, grammar
+            )
+            for one, grammar in zip(arguments, grammars, strict=True)
             for sample in range(n)
         ]
         groups = [name for name in rids for _ in range(n)]
         return Call(requests, groups=groups, is_batch=is_batch or n > 1, is_stream=stream)
 
-    def _request(self, arguments: GenerateRequest, sample: int) -> Request:
+    def _request(self, arguments: GenerateRequest, sample: int, grammar: Grammar | None) -> Request:
         config, params = self._plan.target.config, arguments.sampling_params
         if arguments.timeout is None:
             arguments = replace(arguments, timeout=self._plan.args.request_timeout)
@@ -242,12 +251,9 @@ class RequestFactory:
         if self._tokenizer is not None:
             skips = params.skip_special_tokens
             decoder = IncrementalDecoder(self._tokenizer, skip_special_tokens=skips)
-        constraint = None
-        if params.grammar is not None or params.thinking_token_budget is not None:
-            constraint = self._constraint(params, arguments.input_ids)
         request = Request(
             arguments,
-            constraint=constraint,
+            constraint=None if grammar is None else grammar.request(),
             seed=seed,
             max_new_tokens=min(params.max_new_tokens, max(1, left)),
             end_token_ids=frozenset(ends),
@@ -259,16 +265,19 @@ class RequestFactory:
         self._scheduler.check(request)
         return request
 
-    def _constraint(self, params: SamplingParams, prompt: Sequence[int]) -> Constraint | None:
+    def _grammar(self, params: SamplingParams, prompt: Sequence[int]) -> Grammar | None:
+        """Check the grammar of a request. Raises ParameterError."""
+        if not has_grammar(params):
+            return None
         args, budget = self._plan.args, params.thinking_token_budget
-        kind, text = params.grammar or ("thinking_token_budget", budget)
+        name, value = params.grammar or ("thinking_token_budget", budget)
         simulates = (args.simulate_accept_length, args.simulate_acceptance) != (None, None)
         if self._grammars is None:
             demand = "needs the engine option grammar_backend='llguidance'"
-            raise refused(kind, text, demand)
+            raise refused(name, value, demand)
         if not self._plan.config.acceptance.is_coupled or simulates:
             demand = "needs an engine that accepts exactly the drafts that the target draws"
-            raise refused(kind, text, demand)
+            raise refused(name, value, demand)
         thinking, tags = None, self.reasoning
         if tags is None and budget is not None:
             demand = "needs the engine option reasoning_parser"
@@ -277,9 +286,10 @@ class RequestFactory:
             thinking = Thinking(
                 tags.end, None if last == START else tags.start, budget, tags.spaces
             )
-        if params.grammar is None:
-            return None if thinking is None else self._grammars.budget(thinking)
-        return self._grammars.compile(*params.grammar, thinking)
+        if params.grammar is None and thinking is None:
+            return None
+        kind, text = params.grammar or (None, "")
+        return self._grammars.check(kind, text, thinking)
 
 
 def _rids(rid: Any, count: int, is_batch: bool) -> list[str]:

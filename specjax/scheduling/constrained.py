@@ -1,8 +1,9 @@
 """Rounds in which a grammar limits a request: two calls, between which the host computes masks.
 
 The first call is the target pass over the drafts. While it runs, the host reads the tokens of the
-round before, walks the grammars over the drafts, and uploads masks and forced tokens. The second
-call draws, accepts, extends, and drafts for the next round, whose first call follows at once.
+round before, gets the masks of the drafts from the processes of the grammars, and uploads masks and
+forced tokens. The second call draws, accepts, extends, and drafts for the next round, whose first
+call follows at once. Rows whose masks are late leave the round, and join a later one.
 """
 
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ import numpy as np
 
 from specjax.runtime.runner import Dispatched, ModelRunner
 from specjax.runtime.runner_config import pick_bucket
-from specjax.sampling.grammar import fill_masks
+from specjax.sampling.grammar_process import await_answers
 from specjax.scheduling.request import RunningRequest
 from specjax.speculative.round import TargetPass
 from specjax.types import DraftShape, VerifyInput
@@ -50,9 +51,9 @@ class ConstrainedRounds:
 
     @property
     def rows(self) -> list[RunningRequest]:
-        """The rows of a started round that have not ended."""
+        """The rows of a started round that take part in its second call."""
         rows = self._started.rows if self._started else ()
-        return [row for row in rows if not row.is_released]
+        return [row for row in rows if not (row.is_released or row.is_late)]
 
     def clear(self) -> None:
         self._started = self._drafted = self._last = None
@@ -81,12 +82,14 @@ class ConstrainedRounds:
         (rows, tier), tree = (self._started.rows, self._started.tier), self._started.tree
         passed, self._started = self._started.passed, None
         masks, forced = self._limits(rows, tier, tree)
-        is_live = [not (row.is_released or row.request.is_finished) for row in rows]
+        is_live = [not (row.is_released or row.is_late or row.request.is_finished) for row in rows]
         if not any(is_live):
             return rows, None
         slots = [row.slot if live else 0 for row, live in zip(rows, is_live, strict=True)]
         result, tree = self._runner.finish_round(slots, tier, tree, passed, masks, forced)
-        self._last, self._drafted = result.tokens, (rows, tier, tree)
+        self._last = result.tokens
+        if not any(row.is_late for row in rows):  # it has no drafts for them
+            self._drafted = rows, tier, tree
         return rows, result
 
     def _limits(
@@ -105,16 +108,21 @@ class ConstrainedRounds:
         tokens, parents, counts = map(
             np.asarray, (tree.draft_tokens, tree.parents, tree.num_proposed)
         )
-        trees = {}
+        limited = {}
         for i, row in enumerate(rows):
             constraint = row.request.constraint
-            if constraint is None or row.is_released:
+            if constraint is None or row.is_released or row.is_late:
                 continue
             nodes = slice(1 + counts[i])
-            own = constraint, tokens[i, nodes].tolist(), parents[i, nodes].tolist()
-            trees[i * tier.nodes] = own
-        self._written = fill_masks(trees, masks, forced)
-        for root, (constraint, *_) in trees.items():
+            constraint.ask(tokens[i, nodes].tolist(), parents[i, nodes].tolist(), sizes[1][2])
+            limited[i] = constraint
+        await_answers(limited.values())
+        self._written = []
+        for i, constraint in limited.items():
             if constraint.error:
-                rows[root // tier.nodes].request.check_constraint()
+                rows[i].request.check_constraint()
+            elif not constraint.is_busy:
+                own = slice(i * tier.nodes, (i + 1) * tier.nodes)
+                written = constraint.read(masks[own], forced[own])
+                self._written += [own.start + node for node in written]
         return masks.reshape(sizes[0]), forced.reshape(sizes[1])

@@ -3,6 +3,7 @@
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import groupby
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ from specjax.adaptive.survival import RoundRecord
 from specjax.metrics import Totals
 from specjax.runtime.runner import Dispatched, ModelRunner
 from specjax.runtime.runner_config import pick_bucket
+from specjax.sampling.grammar_process import RequestGrammar, await_answers
 from specjax.scheduling.constrained import ConstrainedRounds
 from specjax.scheduling.request import Request, RunningRequest
 from specjax.speculative.prefill import Chunk
@@ -51,6 +53,18 @@ class PromptPiece(NamedTuple):
         return Chunk.of(row.slot, row.prefill_ids, *span, left, row.num_cached)
 
 
+class Reading(NamedTuple):
+    """Tokens of a result that a grammar must accept before the request gets them."""
+
+    row: RunningRequest
+    tokens: Sequence[int]
+    take: Callable[[], None]
+
+    @property
+    def constraint(self) -> RequestGrammar | None:
+        return self.row.request.constraint
+
+
 class InFlight:
     """A queue of results; reading one adds its tokens to requests and informs the controller."""
 
@@ -66,6 +80,7 @@ class InFlight:
         self._controller = controller
         self._clock = clock
         self.constrained = ConstrainedRounds(runner)
+        self._readings: list[Reading] = []
         # when the result before the oldest call was read, if the call has rounds and was dispatched
         # before; from then on, its rounds take the time until its own result, also if that is the
         # host's time
@@ -80,6 +95,7 @@ class InFlight:
 
     def clear(self) -> None:
         self._queue.clear()
+        self._readings.clear()
         self.constrained.clear()
         self._started = None
 
@@ -167,25 +183,59 @@ class InFlight:
                 continue
             try:
                 if batch_size:
-                    self._take_rounds(row, i, values, result.tier, reports, now)
-                else:
-                    piece = pieces[i]
-                    if prompt is not None and piece.wants_logprobs:
-                        part = jax.tree.map(lambda leaf, own=own: leaf[own], prompt)
-                        row.request.take_prompt_logprobs(piece.start, part)
-                    if piece.is_last:
-                        first = jax.tree.map(lambda leaf, i=i: leaf[i : i + 1], reports)
-                        self.take_first(row, values[i], first, now)
+                    take = partial(self._take_rounds, row, i, values, result.tier, reports, now)
+                    new = values[0][i][: values[0][i][-1]]
+                    self._readings.append(Reading(row, new[: row.request.num_left], take))
+                    continue
+                piece = pieces[i]
+                if prompt is not None and piece.wants_logprobs:
+                    part = jax.tree.map(lambda leaf, own=own: leaf[own], prompt)
+                    row.request.take_prompt_logprobs(piece.start, part)
+                if piece.is_last:
+                    first = jax.tree.map(lambda leaf, i=i: leaf[i : i + 1], reports)
+                    self.add_first(row, values[i], first, now)
+            except Exception as error:
+                yield row, error
+        yield from self.settle()
+
+    def add_first(
+        self, row: RunningRequest, token: int, reports: tuple[Any, ...], now: float
+    ) -> None:
+        """Add the token that prefill sampled, with its reports, if any; :meth:`settle` follows."""
+        take = partial(self._take_first, row, token, reports, now)
+        self._readings.append(Reading(row, [token][: row.request.max_new_tokens], take))
+
+    def settle(self) -> Iterator[tuple[RunningRequest, Exception | None]]:
+        """Give requests the tokens that their grammars have accepted; yield as :meth:`read` does.
+
+        Readings whose answer does not come in time stay for later.
+        """
+        readings = [x for x in self._readings if not x.row.is_released]
+        sent = []
+        for row, tokens, _ in readings:
+            if (constraint := row.request.constraint) and tokens and not row.is_late:
+                constraint.send(tokens)
+                row.awaits_grammar = True
+                sent.append(constraint)
+        await_answers(sent)
+        self._readings = []
+        for reading in readings:
+            row = reading.row
+            if reading.constraint and reading.constraint.is_busy:
+                self._readings.append(reading)
+                continue
+            row.awaits_grammar = False
+            try:
+                reading.take()
             except Exception as error:
                 yield row, error
             else:
                 if row.request.is_finished:
                     yield row, None
 
-    def take_first(
+    def _take_first(
         self, row: RunningRequest, token: int, reports: tuple[Any, ...], now: float
     ) -> None:
-        """Give a request the token that prefill sampled, with its reports, if any."""
         request = row.request
         row.awaits_first = False
         request.append_first(token, *reports)

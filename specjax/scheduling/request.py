@@ -13,7 +13,7 @@ import numpy as np
 
 from specjax.checks import check_integer, check_number, refused
 from specjax.kv.holding import PageHolding
-from specjax.sampling.grammar import Constraint
+from specjax.sampling.grammar_process import RequestGrammar
 from specjax.sampling.params import SamplingParams
 from specjax.text.completion import CompletionText
 from specjax.text.tokenizer import IncrementalDecoder
@@ -156,7 +156,7 @@ class Request:
     decoder: InitVar[IncrementalDecoder | None]  # ``None`` without a tokenizer
     spec_width: InitVar[int]  # maximum accepted drafts per round; 0 for plain decoding
     spec_simulated: InitVar[float | None] = None  # as SpecCounts.simulate_accept_length
-    constraint: Constraint | None = None  # the grammar of the completion
+    constraint: RequestGrammar | None = None  # the grammar of the completion
     is_deterministic: bool = False  # whether the result does not depend on other requests' rows
     clock: Callable[[], float] = time.perf_counter  # the scheduler's clock, in seconds
 
@@ -275,8 +275,8 @@ class Request:
         if not self.max_new_tokens:
             self.finish({"type": "length", "length": 0})
             return
-        self._append([token], 0)
-        self._append_reports([token], logprobs, states)
+        kept = self._append([token], 0)
+        self._append_reports([token][:kept], logprobs, states)
 
     def append_round(
         self,
@@ -302,6 +302,8 @@ class Request:
         if not self.is_finished:
             self.finish_reason = reason
             self.ended_time = self.clock()
+            if self.constraint is not None:
+                self.constraint.close()
 
     def fail(self) -> None:
         """Stop decoding text after a decoding error; keep the text so far."""
@@ -313,6 +315,9 @@ class Request:
         tokens = tokens[:left]
         if self.constraint is not None:
             tokens = tokens[: self.constraint.advance(tokens)]
+            if self.constraint.is_free:
+                self.constraint.close()
+                self.constraint = None
         end = None  # index of the first end token
         if not ends.isdisjoint(tokens):
             end = next(i for i, token in enumerate(tokens) if token in ends)
@@ -338,7 +343,7 @@ class Request:
     @property
     def mask(self) -> np.ndarray | None:
         """Bits i32 ``[V / 32]`` of the tokens that the grammar allows next."""
-        return None if self.constraint is None else self.constraint.mask()
+        return None if self.constraint is None else self.constraint.mask
 
     def check_constraint(self) -> None:
         """End the request if its grammar is complete, or if it cannot be continued."""
@@ -415,6 +420,13 @@ class RunningRequest(PageHolding):
     awaits_first: bool = False  # the token that prefill sampled is not read yet
     is_remote: bool = False  # the prompt is computed elsewhere and has not arrived completely
     is_released: bool = False  # slot and pages are freed; results in flight are ignored
+    awaits_grammar: bool = False  # a result has been read, and its grammar has not answered
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the request takes part in no round, because an answer of its grammar is late."""
+        constraint = self.request.constraint
+        return self.awaits_grammar or (constraint is not None and constraint.is_busy)
 
     @property
     def is_prefilled(self) -> bool:
@@ -428,7 +440,7 @@ class RunningRequest(PageHolding):
         left, the request will end with their results.
         """
         unread = self.unread_rounds + self.awaits_first
-        return self.is_prefilled and self.request.num_left > unread
+        return self.is_prefilled and self.request.num_left > unread and not self.is_late
 
 
 def _triples(values: list[float], ids: Sequence[int]) -> list[TokenLogprob]:

@@ -7,7 +7,7 @@ the queue, so the oldest request always advances.
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from specjax.adaptive.controller import AdaptiveController
 from specjax.checks import ParameterError
@@ -16,6 +16,7 @@ from specjax.kv.pages import PageAllocator
 from specjax.kv.window_pages import WindowPages
 from specjax.metrics import Totals
 from specjax.runtime.runner import ModelRunner
+from specjax.sampling.grammar_process import await_answers
 from specjax.scheduling.constrained import is_constrained
 from specjax.scheduling.in_flight import InFlight, PromptPiece
 from specjax.scheduling.prompt_source import FirstToken, PromptSource
@@ -28,6 +29,7 @@ RETRY_STEPS = 32
 MAX_SLEEP = 3600.0  # seconds, because the timeout of a queue has a limit
 # rounds wait for at most this many prompt tokens: 64 prompts of 1,024 take 1.5 s (Llama-3.1-8B)
 MAX_STALL = 65_536
+LATE_SECONDS = 0.01  # wait for late grammars if nothing else is left to do
 
 
 def min_burst(num_slots: int) -> int:
@@ -193,6 +195,7 @@ class Scheduler:
     def step(self) -> None:
         """Admit requests, dispatch prompt chunks and a round, and read results that are due."""
         self._receive_prompts()
+        self._settle()
         for request in self._deadlines.expired(self._clock()):
             self.abort(request, f"the request timed out after {request.arguments.timeout} s")
         has_unread = bool(self._in_flight)
@@ -204,7 +207,9 @@ class Scheduler:
         # if nothing was dispatched, the device becomes idle, so read everything
         self._read_until(self._run_ahead if has_dispatched or rows else 0)
         here = [row for row in self._running if not row.is_remote]
-        if here and not (has_dispatched or rows or has_unread):
+        if any(row.is_late for row in here) and not (has_dispatched or rows):
+            self._settle(LATE_SECONDS)
+        elif here and not (has_dispatched or rows or has_unread):
             rid = here[0].request.rid
             raise RuntimeError(f"internal error: lost results for {rid!r}; restart the engine")
         self._report_queue()
@@ -254,11 +259,9 @@ class Scheduler:
             request.cached_tokens = first.cached_tokens
         reports = first.logprobs, first.hidden_states
         try:
-            self._in_flight.take_first(row, first.token, reports, self._clock())
+            self._in_flight.add_first(row, first.token, reports, self._clock())
         except Exception as error:
             self.fail(request, error)
-        if request.is_finished and not row.is_released:
-            self._end(row)
 
     @property
     def _is_prefilling(self) -> bool:
@@ -332,6 +335,13 @@ class Scheduler:
         if not self._waiting or not self._free_slots or self._blocked_steps:
             return None
         request = self._waiting[0]
+        if request.constraint is not None:
+            seconds = 0.0 if self._running else LATE_SECONDS
+            if not request.constraint.prepare(request.output_ids, seconds):
+                return None
+            if request.constraint.error:
+                self.abort(request, f"grammar: {request.constraint.error}")
+                return None
         row = RunningRequest(
             request=request,
             slot=self._free_slots[-1],
@@ -413,11 +423,20 @@ class Scheduler:
     def _read_until(self, num_unread: int) -> None:
         """Read results, oldest first, until at most ``num_unread`` are left."""
         while len(self._in_flight) > num_unread:
-            for row, error in self._in_flight.read():
-                if error is not None:
-                    self.fail(row.request, error)
-                if not row.is_released:
-                    self._end(row)
+            self._end_all(self._in_flight.read())
+
+    def _settle(self, seconds: float = 0.0) -> None:
+        """Take late answers of grammars that come within ``seconds``, and tokens they accept."""
+        constraints = [row.request.constraint for row in self._running]
+        await_answers([each for each in constraints if each is not None], seconds)
+        self._end_all(self._in_flight.settle())
+
+    def _end_all(self, ended: Iterable[tuple[RunningRequest, Exception | None]]) -> None:
+        for row, error in ended:
+            if error is not None:
+                self.fail(row.request, error)
+            if not row.is_released:
+                self._end(row)
 
     # endings
 
@@ -462,6 +481,8 @@ class Scheduler:
         row.is_released = True
         self._blocked_steps = 0
         self._running.remove(row)
+        if row.request.constraint is not None and row.is_late:
+            row.request.constraint.close()  # it may have tokens that the request does not have
         # partial remote KV is not cached, because the rest may come from other weights
         is_kept = is_cached and not row.is_remote
         self._budget.release(row, row.request.known_ids if is_kept else None)

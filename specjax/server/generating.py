@@ -2,11 +2,17 @@
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextvars import copy_context
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import msgspec
+from msgspec import Raw
+
+from specjax.engine.requests import has_grammar
+from specjax.sampling.grammar_process import while_waiting
+from specjax.sampling.params import GRAMMARS
 from specjax.scheduling.loop import Call
 from specjax.server.answers import Answer
 from specjax.server.exchange import Exchange
@@ -20,8 +26,14 @@ T = TypeVar("T")
 # Longer requests are read and tokenised in another thread. For short ones the thread switch costs
 # more than the work: 10 ms or more with 64 clients, because threads wait for the interpreter.
 INLINE_BYTES = 4096
-# names in a body with a grammar, which takes time to compile
-GRAMMAR_MARKS = (b"json_schema", b"regex", b"ebnf", b"struct", b"response_format")
+# fields with a grammar, which takes time to compile
+GRAMMAR_FIELDS = (
+    *GRAMMARS,
+    "response_format",
+    "structured_outputs",
+    "thinking_token_budget",
+    "tools",
+)
 # The log-probabilities of more tokens than this are formatted in another thread.
 INLINE_LOGPROBS = 256
 ENTRY_BYTES = 130  # memory of each log-probability while the request is in progress
@@ -63,14 +75,29 @@ async def read_body(
     # a separate function, because its frame holds the body
     limit = min(max_bytes or service.max_body_bytes, service.max_body_bytes)
     async with exchange.body(limit, service.large_bodies) as data:
-        is_short = len(data) <= INLINE_BYTES and not renders
-        if is_short and not any(mark in data for mark in GRAMMAR_MARKS):
-            return read(service, Body(parse_object(data)))
-        # templates have their own threads because one can take seconds
+        is_short = len(data) <= INLINE_BYTES
+        fields = parse_object(data) if is_short else await asyncio.to_thread(parse_object, data)
+        # templates and grammars have their own threads because one can take seconds
         threads = service.renderers if renders else None
+        if _has_grammar(fields):
+            threads = service.compilers
+        elif is_short and not renders:
+            return read(service, Body(fields))
         loop = asyncio.get_running_loop()
-        run = partial(copy_context().run, lambda: read(service, Body(parse_object(data))))
-        return await loop.run_in_executor(threads, run)
+        with while_waiting():
+            run = partial(copy_context().run, lambda: read(service, Body(fields)))
+            return await exchange.while_connected(loop.run_in_executor(threads, run))
+
+
+def _has_grammar(fields: Mapping[str, Any]) -> bool:
+    """Whether a body has a grammar, or sampling parameters that may have one."""
+    if any(name in fields for name in GRAMMAR_FIELDS):
+        return True
+    params = fields.get("sampling_params", Raw(b"null"))
+    try:
+        return len(params) > INLINE_BYTES or has_grammar(msgspec.json.decode(params))
+    except RecursionError:  # refused later
+        return False
 
 
 def max_reported(call: Call) -> int:

@@ -120,6 +120,7 @@ class Service:
         self.num_requests = 0
         self.ignored_fields = IgnoredFields()
         self.renderers = ThreadPoolExecutor(4, "specjax-render")  # of chat templates
+        self.compilers = ThreadPoolExecutor(32, "specjax-grammar")  # wait for grammars
         self.large_bodies = LargeBodies(2 * max_body_bytes)  # enough for two of the longest
         self.unread = UnreadAnswers(MAX_UNREAD_BYTES)
         self._progress = ""

@@ -16,8 +16,10 @@ import numpy as np
 import pytest
 
 from specjax import Engine, SamplingParams
-from specjax.engine.requests import make_grammars
-from specjax.sampling.grammar import Constraint, Thinking, fill_masks
+from specjax.sampling import grammar_process
+from specjax.sampling.grammar import Constraint, Thinking
+from specjax.sampling.grammar_compiler import GrammarCompiler
+from specjax.sampling.grammar_process import await_answers
 from specjax.testing import Files
 from specjax.testing.dense import Job, dense_decode, dense_logits
 from specjax.testing.files import CONFIG, EOS_ID, LETTERS
@@ -61,9 +63,25 @@ def tree(files: Files, engine: Engine) -> Iterator[Engine]:
         yield made
 
 
+def compiler_of(engine: Engine) -> GrammarCompiler:
+    assert engine.tokenizer is not None
+    text = engine.tokenizer.backend.to_str()
+    return GrammarCompiler(text, CONFIG.vocab_size, [EOS_ID], spaces=True)
+
+
 def constraint_of(engine: Engine, grammar: dict[str, Any]) -> Constraint:
     name, text = SamplingParams(**grammar).grammar or ("", "")
-    return make_grammars(engine._plan, engine.tokenizer).compile(name, text)
+    return compiler_of(engine).compile(name, text)
+
+
+def fill(
+    constraint: Constraint, tokens: Sequence[int], parents: Sequence[int], steps: int = 3
+) -> tuple[np.ndarray, np.ndarray, list[int]]:
+    """Masks of a tree's nodes, its forced tokens, and the nodes that are limited."""
+    words = -(-CONFIG.vocab_size // 32)
+    masks = np.full((len(tokens), words), -1, np.int32)
+    forced = np.full((len(tokens), 1 + steps), -1, np.int32)
+    return masks, forced, constraint.fill(tokens, parents, masks, forced)
 
 
 def allowed_by(engine: Engine, grammar: dict[str, Any]) -> Any:
@@ -318,28 +336,30 @@ def test_structural_tags_limit_what_is_between_them(engine: Engine) -> None:
 
 @pytest.mark.slow
 def test_drafts_use_up_no_limit_of_the_text(engine: Engine) -> None:
-    """Drafted branches add states to the lexer, which has a limit, until its matcher is renewed."""
+    """Drafted branches add states to their lexer, whose limit a matcher without them replaces."""
     grammar = {"regex": "a[0-9]{9}|b[ab]*a[ab]{40}c"}
     drafted, rng = constraint_of(engine, grammar), random.Random(0)
-    words, letters = engine.runner.tables.masks.shape[1], [LETTERS.index(x) for x in "ab"]
-    count, renewed = 0, 0
-    make = drafted._make
+    letters = [LETTERS.index(x) for x in "ab"]
+    count, num_replays = 0, 0
+    replay = drafted._replay
 
-    def counted() -> Any:
-        nonlocal renewed
-        renewed += 1
-        return make()
+    def counted(path: Sequence[int]) -> Any:
+        nonlocal num_replays
+        num_replays += 1
+        return replay(path)
 
-    drafted._make = counted
-    while not renewed and count < 2000:
+    drafted._replay = counted  # type: ignore[method-assign]
+    while not num_replays and count < 2000:
         count += 1
         tokens = [0, letters[1], *(rng.choice(letters) for _ in range(60))]
-        masks = np.full((len(tokens), words), -1, np.int32)
-        written = fill_masks({0: (drafted, tokens, range(-1, 61))}, masks)
+        masks, _, written = fill(drafted, tokens, range(-1, 61))
         assert not drafted.error
         assert (np.delete(masks, written, axis=0) == -1).all()
         np.testing.assert_array_equal(masks[0], constraint_of(engine, grammar).mask())
-    assert renewed
+    assert num_replays
+    fresh = constraint_of(engine, grammar)
+    assert fresh.advance(tokens[1:]) == 61
+    np.testing.assert_array_equal(masks[-1], fresh.mask())
     ids = [LETTERS.index(x) for x in "a123456789"]
     assert drafted.advance(ids) == 10
     assert drafted.is_complete
@@ -349,41 +369,46 @@ def test_siblings_have_their_own_masks(engine: Engine) -> None:
     """Grammars with ``max_tokens`` support no rollback."""
     grammar = {"ebnf": 'start: a b\na[max_tokens=3]: /[a-z]*/\nb: "0" /[a-z]{5}/'}
     tokens, parents = [0, 3, 4, 5, 6], [-1, 0, 0, 0, 2]
-    words = engine.runner.tables.masks.shape[1]
-    masks, forced = np.full((5, words), -1, np.int32), np.full((5, 4), -1, np.int32)
-    fill_masks({0: (constraint_of(engine, grammar), tokens, parents)}, masks, forced)
+    masks, *_ = fill(constraint_of(engine, grammar), tokens, parents)
     for node, path in enumerate([[], [3], [4], [5], [4, 6]]):
         fresh = constraint_of(engine, grammar)
         assert fresh.advance(path) == len(path)
         np.testing.assert_array_equal(masks[node], fresh.mask())
 
 
-def test_a_fault_in_a_grammar_ends_its_request_only(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    walk = Constraint.walk
+def test_late_masks_change_no_text(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without patience, every answer is late, and the requests take turns in rounds."""
+    params = [*jobs()[1::4], {"max_new_tokens": 30, "temperature": 0.9, "sampling_seed": 99}]
+    inputs = {"input_ids": [PROMPT] * len(params), "sampling_params": params}
+    expected = [output["output_ids"] for output in engine.generate(**inputs)]
+    monkeypatch.setattr(grammar_process, "PATIENCE", 0.0)
+    assert [output["output_ids"] for output in engine.generate(**inputs)] == expected
 
-    def fail(self: Constraint, tokens: list[int], parents: list[int]) -> Any:
-        if len(tokens) > 1:
-            raise RuntimeError("broken")
-        return walk(self, tokens, parents)
 
-    monkeypatch.setattr(Constraint, "walk", fail)
-    both = [{"regex": "[ab]{9}"}, {"max_new_tokens": 9, "temperature": 0.0}]
-    first, second = engine.generate(input_ids=[PROMPT] * 2, sampling_params=both)
-    assert "broken" in first["meta_info"]["finish_reason"]["message"]
-    assert len(second["output_ids"]) == 9
+def test_the_end_of_a_process_ends_its_request_only(engine: Engine) -> None:
+    both = [{"regex": "[ab]{400}", "max_new_tokens": 400}, {"max_new_tokens": 9}]
+    stream = engine.generate(input_ids=[PROMPT] * 2, sampling_params=both, stream=True)
+    ends: dict[int, dict[str, Any]] = {}
+    for part in stream:
+        if not part["index"] and len(part["output_ids"]) < 20:
+            grammars = engine._factory._grammars
+            assert grammars is not None
+            for number in list(grammars._processes):
+                grammars.end(number)
+        if part["meta_info"]["finish_reason"]:
+            ends[part["index"]] = part
+    assert ends[0]["meta_info"]["finish_reason"]["type"] == "abort"
+    assert "CPU seconds" in ends[0]["meta_info"]["finish_reason"]["message"]
+    assert len(ends[1]["output_ids"]) == 9
 
 
 def test_a_grammar_may_begin_after_a_token(engine: Engine) -> None:
     """In a tree, nodes before the token, after it, and on a branch without it."""
-    compiler, after = make_grammars(engine._plan, engine.tokenizer), 50
+    compiler, after = compiler_of(engine), 50
     tokens, parents = [0, 7, 50, 0, 9, 50], [-1, 0, 1, 2, 1, 2]
-    words = engine.runner.tables.masks.shape[1]
-    masks, forced = np.full((6, words), -1, np.int32), np.full((6, 4), -1, np.int32)
     made = compiler.compile("regex", "[ab]c", Thinking(after))
     assert (made.mask() == -1).all()
-    fill_masks({0: (made, tokens, parents)}, masks, forced)
+    masks, forced, _ = fill(made, tokens, parents)
     assert [(mask == -1).all() for mask in masks] == [True, True, False, False, True, True]
     fresh = compiler.compile("regex", "[ab]c")
     np.testing.assert_array_equal(masks[2], fresh.mask())
@@ -397,19 +422,15 @@ def test_a_grammar_may_begin_after_a_token(engine: Engine) -> None:
 @pytest.mark.parametrize("grammar", ["[ab]c", None])
 def test_a_budget_ends_the_reasoning(engine: Engine, grammar: str | None) -> None:
     """Nodes of a chain around the last token of the budget, and the text so far."""
-    compiler, thinking = make_grammars(engine._plan, engine.tokenizer), Thinking(50, None, 3)
-    words = engine.runner.tables.masks.shape[1]
+    compiler, thinking = compiler_of(engine), Thinking(50, None, 3)
 
     def make() -> Constraint:
-        return (
-            compiler.compile("regex", grammar, thinking) if grammar else compiler.budget(thinking)
-        )
+        return compiler.compile("regex" if grammar else None, grammar or "", thinking)
 
     made = make()
     assert made.advance([7]) == 1
     tokens, parents = [7, 8, 9, 50, 0, 4], [-1, 0, 1, 2, 3, 2]
-    masks, forced = np.full((6, words), -1, np.int32), np.full((6, 4), -1, np.int32)
-    fill_masks({0: (made, tokens, parents)}, masks, forced)
+    masks, forced, _ = fill(made, tokens, parents)
     bits = np.unpackbits(masks.view(np.uint8), bitorder="little").reshape(6, -1)
     assert (masks[[0, 1, 5]] == -1).all()
     assert np.flatnonzero(bits[2]).tolist() == [50]
@@ -424,10 +445,9 @@ def test_a_budget_ends_the_reasoning(engine: Engine, grammar: str | None) -> Non
     assert (made.mask() == -1).all() == (grammar is None)
     # the completion reasons if it begins with 60, also after 70
     for begin, free in (([60], False), ([70, 70, 60], False), ([61], True), ([70, 61], True)):
-        made = compiler.budget(Thinking(50, 60, 0, frozenset([70])))
+        made = compiler.compile(None, "", Thinking(50, 60, 0, frozenset([70])))
         assert (made.mask() == -1).all()
-        masks = np.full((len(begin) + 1, words), -1, np.int32)
-        fill_masks({0: (made, [5, *begin], range(-1, len(begin)))}, masks)
+        masks, *_ = fill(made, [5, *begin], range(-1, len(begin)))
         made.advance(begin)
         assert (made.mask() == -1).all() == free
         assert ((masks == -1).all(axis=1) == ([True] * len(begin) + [free])).all()
@@ -438,11 +458,22 @@ def test_rules_may_be_nested_deeply(engine: Engine) -> None:
     rules = "".join(f'A{i}: ("a" A{i + 1})? "b"\n' for i in range(2500))
     chain = {f"a{i}": {"items": {"$ref": f"#/$defs/a{i + 1}"}} for i in range(1200)}
     schema = {"$ref": "#/$defs/a0", "$defs": chain | {"a1200": {"type": "null"}}}
-    for grammar in ({"ebnf": f'start: A0\n{rules}A2500: "c"'}, {"json_schema": schema}):
-        made = constraint_of(engine, grammar)
-        ids = np.flatnonzero(np.unpackbits(made.mask().view(np.uint8), bitorder="little"))
-        assert made.advance(ids[-1:].tolist()) == 1
-        assert made.mask().any()
+    grammars = engine._factory._grammars
+    assert grammars is not None
+    for kind, text in (
+        ("ebnf", f'start: A0\n{rules}A2500: "c"'),
+        ("json_schema", json.dumps(schema)),
+    ):
+        request = grammars.check(kind, text).request()
+        assert request.prepare([], 0)
+        assert request.mask is not None
+        ids = np.flatnonzero(np.unpackbits(request.mask.view(np.uint8), bitorder="little"))
+        request.send(ids[-1:].tolist())
+        await_answers([request], 10)
+        assert request.advance(ids[-1:].tolist()) == 1
+        assert request.prepare(ids[-1:].tolist(), 10)
+        assert request.mask.any()
+        request.close()
 
 
 @pytest.mark.slow

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from specjax.sampling.grammar import LAYOUT, Constraint, GrammarCompiler
+from specjax.sampling.grammar import LAYOUT, Constraint
+from specjax.sampling.grammar_compiler import GrammarCompiler
 from specjax.sampling.params import SamplingParams
 from specjax.testing.files import EOS_ID, letter_tokenizer
 

@@ -9,7 +9,7 @@ import pytest
 
 from specjax import Engine
 from specjax.checkpoints.target import open_target
-from specjax.sampling.grammar import GrammarCompiler
+from specjax.sampling.grammar_compiler import GrammarCompiler
 from specjax.server import make_app
 from specjax.server.tools import _FORMS, _LIST, Tools, with_default_prompt
 from specjax.testing import Client, Files, running

@@ -1,0 +1,218 @@
+"""The program in which grammars are compiled and followed, apart from the engine.
+
+Grammars come from clients, and the library bounds neither the time nor the memory to compile all of
+them. So the program reads the tokenizer once and then forks a process for each grammar. Such a
+process limits its own work, and ends alone. It has one thread at a time, which computes without
+the lock of the engine's interpreter.
+
+Command line: the descriptors of a socket and of shared memory. Standard input: one JSON object, see
+:func:`main`. Messages on the socket are of ``COMMAND``. The messages of a forked process are JSON
+objects on a socket of its own, which comes with the command that forks it.
+"""
+
+import json
+import mmap
+import os
+import resource
+import select
+import signal
+import socket
+import struct
+import sys
+import threading
+from contextlib import suppress
+from functools import partial
+from multiprocessing.connection import Connection
+from time import thread_time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from specjax.sampling.grammar import Constraint, Thinking
+
+if TYPE_CHECKING:  # the engine imports this file, and may lack the library
+    from specjax.sampling.grammar_compiler import GrammarCompiler
+
+COMMAND = struct.Struct("=bq")  # FORK or KILL, and a number that identifies the process
+FORK, KILL = 0, 1
+STACK_BYTES = 2**28  # a row of rules that refer to each other needs up to 40 MB
+# CPU seconds for the tokens of a round and for each mask. The library's own limits end a mask after
+# 1 s or less.
+STEP_SECONDS = 4.0
+# A process whose step took longer than this yields to others from then on.
+SLOW_SECONDS = 0.02
+NICENESS = 10
+
+
+class Follower:
+    """Follows the text of one request; runs in a forked process."""
+
+    def __init__(
+        self, compiler: "GrammarCompiler", connection: Connection, memory: mmap.mmap, max_bytes: int
+    ) -> None:
+        self._compiler, self._connection = compiler, connection
+        self._memory, self._max_bytes = memory, max_bytes
+        self._constraint: Constraint | None = None
+        self._has_started = threading.Event()
+
+    def run(self) -> None:
+        size = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+        limit = size + 2 * STACK_BYTES + self._max_bytes
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        threading.stack_size(STACK_BYTES)
+        # two threads, because a thread that yields to others does so until its end
+        threading.Thread(target=self._start, daemon=True).start()
+        follow = threading.Thread(target=self._follow)
+        follow.start()
+        follow.join()
+
+    def _start(self) -> None:
+        with suppress(EOFError, OSError):  # the engine has closed the connection
+            self._compile()
+        self._has_started.set()
+        threading.Event().wait()  # keeps the stack, which counts as memory
+
+    def _compile(self) -> None:
+        """Compile a grammar, add its tokens so far, and answer with the mask after them."""
+        job = self._receive()
+        _yield_to_others(job["niceness"])
+        _limit_time(job["seconds"])
+        thinking = None
+        if job["thinking"] is not None:
+            end, start, budget, spaces = job["thinking"]
+            thinking = Thinking(end, start, budget, frozenset(spaces))
+        try:
+            constraint = self._compiler.compile(job["kind"], job["text"], thinking)
+        except ValueError as error:
+            self._answer(error=str(error))
+            return
+        for token in job["tokens"]:
+            _limit_time(STEP_SECONDS)
+            constraint.advance([token])
+        mask = constraint.mask()
+        _limit_time(0)
+        self._answer(error=constraint.error, is_complete=constraint.is_complete)
+        self._connection.send_bytes(mask.tobytes())
+        self._constraint = constraint
+
+    def _follow(self) -> None:
+        self._has_started.wait()
+        with suppress(EOFError, OSError):
+            while self._constraint is not None:
+                self._step(self._constraint, self._receive())
+
+    def _step(self, constraint: Constraint, request: dict[str, Any]) -> None:
+        """Add tokens to the text, or fill the masks of a tree."""
+        before, count, written = thread_time(), 0, list[int]()
+        _limit_time(STEP_SECONDS)
+        try:
+            if "tree" in request:
+                written = self._fill(constraint, request)
+            else:
+                count = constraint.advance(request["tokens"])
+        except Exception as fault:  # of the library
+            constraint.error = repr(fault)
+        _limit_time(0)
+        seconds = thread_time() - before
+        self._answer(
+            error=constraint.error,
+            is_complete=constraint.is_complete,
+            is_free=constraint.is_free,
+            count=count,
+            written=written,
+            seconds=seconds,
+        )
+        if seconds > SLOW_SECONDS:
+            _yield_to_others(NICENESS)
+
+    def _fill(self, constraint: Constraint, request: dict[str, Any]) -> list[int]:
+        (tokens, parents), (words, width) = request["tree"], request["sizes"]
+        rows = np.frombuffer(self._memory, np.int32, len(tokens) * (words + width), request["at"])
+        masks, forced = split_region(rows, len(tokens), words, width)
+        each = partial(_limit_time, STEP_SECONDS)
+        return constraint.fill(tokens, parents, masks, forced, each)
+
+    def _receive(self) -> Any:
+        return json.loads(self._connection.recv_bytes())
+
+    def _answer(self, **values: Any) -> None:
+        self._connection.send_bytes(json.dumps(values).encode())
+
+
+def split_region(
+    region: np.ndarray, nodes: int, words: int, width: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Masks i32 ``[nodes, words]`` and forced tokens i32 ``[nodes, width]`` in shared memory."""
+    masks = region[: nodes * words].reshape(nodes, words)
+    return masks, region[nodes * words : nodes * (words + width)].reshape(nodes, width)
+
+
+def _limit_time(cpu_seconds: float) -> None:
+    """End the process if it computes for longer from now on; 0 removes the limit."""
+    signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
+
+
+def _yield_to_others(niceness: int) -> None:
+    thread = threading.get_native_id()
+    os.setpriority(os.PRIO_PROCESS, thread, max(niceness, os.getpriority(os.PRIO_PROCESS, thread)))
+
+
+def _fork(follower: Follower, control: socket.socket) -> int:
+    process = os.fork()
+    if process == 0:
+        try:
+            control.close()
+            follower.run()
+        finally:
+            os._exit(0)
+    return process
+
+
+def _serve(
+    compiler: "GrammarCompiler", control: socket.socket, memory: mmap.mmap, max_bytes: int
+) -> None:
+    """Fork and end processes until the engine closes the socket."""
+    processes: dict[int, int] = {}
+    while True:
+        # wake up now and then, to remove processes that have ended
+        if select.select([control], [], [], 1.0)[0]:
+            message, descriptors, *_ = socket.recv_fds(control, COMMAND.size, 1)
+            if not message:
+                break
+            command, number = COMMAND.unpack(message)
+            if command == FORK:
+                connection = Connection(descriptors[0])
+                follower = Follower(compiler, connection, memory, max_bytes)
+                processes[number] = _fork(follower, control)
+                connection.close()
+            elif number in processes:
+                os.kill(processes[number], signal.SIGKILL)
+        for number, process in list(processes.items()):
+            if os.waitpid(process, os.WNOHANG)[0]:
+                del processes[number]
+    for process in processes.values():
+        os.kill(process, signal.SIGKILL)
+
+
+def main() -> None:
+    """Read ``tokenizer``, ``vocab_size``, ``end_token_ids``, ``spaces`` and ``max_bytes``; serve.
+
+    The first message on the socket is empty, or says why the tokenizer is refused.
+    """
+    from specjax.sampling.grammar_compiler import GrammarCompiler
+
+    control = socket.socket(fileno=int(sys.argv[1]))
+    memory = mmap.mmap(int(sys.argv[2]), 0)
+    values = json.load(sys.stdin)
+    max_bytes = values.pop("max_bytes")
+    try:
+        compiler = GrammarCompiler(**values)
+    except Exception as error:  # the library may raise any
+        control.send(str(error).encode()[:1000] or b"unknown error")
+        return
+    control.send(b"\0")
+    _serve(compiler, control, memory, max_bytes)
+
+
+if __name__ == "__main__":
+    main()

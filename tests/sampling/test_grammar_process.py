@@ -1,0 +1,201 @@
+"""Processes of grammars: hostile grammars end alone, callers may leave, and answers may be late."""
+
+import random
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from specjax.checks import ParameterError
+from specjax.sampling import grammar_compiler, grammar_process
+from specjax.sampling.grammar import Constraint
+from specjax.sampling.grammar_compiler import GrammarCompiler
+from specjax.sampling.grammar_process import (
+    CallerLeftError,
+    Grammars,
+    RequestGrammar,
+    await_answers,
+    while_waiting,
+)
+from specjax.testing.files import EOS_ID, LETTERS, letter_tokenizer
+
+TOKENIZER = letter_tokenizer()
+# each grows without end in the library: the first in memory, the others in time
+HOSTILE = {
+    "memory": ("ebnf", "start: A\nA: " + " & ".join(f"/.*a{{{i}}}.*/" for i in range(1, 46))),
+    "closures": ("regex", "(a*)*" * 5000),
+    "line breaks": ("ebnf", "root ::= " + "\n" * 60_000 + '"a"'),
+}
+
+
+@pytest.fixture(scope="module")
+def grammars() -> Grammars:
+    size, text = TOKENIZER.vocab_size, TOKENIZER.backend.to_str()
+    return Grammars(text, size, [EOS_ID], spaces=True, num_slots=2, nodes=4, width=4)
+
+
+@pytest.fixture
+def short_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_process, "LANES", ((2, 0.1, 10), (1, 0.3, 19)))
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left(grammars: Grammars) -> Iterator[None]:
+    yield
+    deadline = time.monotonic() + 10
+    while len(grammars._free) < 3 * 2 + grammar_process.SPARE:
+        assert time.monotonic() < deadline
+        assert not grammars._processes
+        time.sleep(0.01)
+        grammars._collect()
+
+
+def ids_of(text: str) -> list[int]:
+    return [LETTERS.index(letter) for letter in text]
+
+
+def letters_of(mask: np.ndarray | None) -> set[str]:
+    assert mask is not None
+    bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
+    return {LETTERS[i] for i in np.flatnonzero(bits) if i < len(LETTERS)}
+
+
+def masks_of(request: RequestGrammar, tokens: list[int], parents: list[int]) -> list[set[str]]:
+    request.ask(tokens, parents, 4)
+    await_answers([request], 10)
+    words = -(-TOKENIZER.vocab_size // 32)
+    masks, forced = np.full((4, words), -1, np.int32), np.full((4, 4), -1, np.int32)
+    request.read(masks, forced)
+    return [letters_of(mask) for mask in masks[: len(tokens)]]
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.usefixtures("short_lanes")
+def test_a_hostile_grammar_is_refused(grammars: Grammars, name: str) -> None:
+    kind, text = HOSTILE[name]
+    with pytest.raises(ParameterError, match=f"{kind}=.*CPU seconds, 96 MiB") as caught:
+        grammars.check(kind, text)
+    assert caught.value.param == kind
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("short_lanes")
+def test_hostile_grammars_do_not_keep_others_waiting(grammars: Grammars) -> None:
+    """Honest ones are compiled while six hostile ones wait for the second lane."""
+    errors: list[Any] = []
+
+    def attack() -> None:
+        try:
+            grammars.check(*HOSTILE["closures"])
+        except ParameterError as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=attack) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    num_before = 0
+    for _ in range(8):
+        assert letters_of(grammars.check("regex", "[ab]c").mask) == {"a", "b"}
+        num_before += len(errors) < len(threads)
+    for thread in threads:
+        thread.join()
+    assert len(errors) == 6
+    assert num_before > 0
+
+
+def test_work_ends_when_its_caller_leaves(grammars: Grammars) -> None:
+    with while_waiting():
+        left = grammar_process._caller_left.get()
+        assert left is not None
+        left.set()
+        with pytest.raises(CallerLeftError):
+            grammars.check(*HOSTILE["closures"])
+    assert not grammars._processes
+
+
+def test_a_request_follows_its_text(grammars: Grammars) -> None:
+    request = grammars.check("regex", "a[bc](d|ef)").request()
+    assert request.prepare([], 0)
+    assert letters_of(request.mask) == {"a"}
+    request.send(ids_of("a"))
+    await_answers([request], 10)
+    assert request.advance(ids_of("a")) == 1
+    tree = ids_of("abce"), [-1, 0, 0, 2]
+    expected = [{"b", "c"}, {"d", "e"}, {"d", "e"}, {"f"}]
+    assert masks_of(request, *tree) == expected
+    assert masks_of(request, *tree) == expected  # without another question
+    request.send(ids_of("bdz"))
+    await_answers([request], 10)
+    assert request.advance(ids_of("bdz")) == 2
+    assert request.is_complete
+    request.close()
+
+
+def test_a_process_that_has_ended_is_replaced(grammars: Grammars) -> None:
+    """The new one gets the text so far, as after a preemption."""
+    grammar = grammars.check("regex", "a[bc](d|ef)")
+    first, second = grammar.request(), grammar.request()
+    assert first.prepare([], 0)
+    first.close()
+    for request in (first, second):
+        while not request.prepare(ids_of("ab"), 1):
+            pass
+    assert letters_of(first.mask) == {"d", "e"}
+    # the second sample has the mask of the check, and its process comes later
+    assert letters_of(second.mask) == {"a"}
+    second.close()
+    process = first._process
+    assert process is not None
+    grammars.end(process._number)
+    first.send(ids_of("d"))
+    await_answers([first], 10)
+    assert "CPU seconds" in first.error
+    assert first.advance(ids_of("d")) == 0
+    assert first.prepare([], 0)
+    first.close()
+
+
+def test_the_program_is_started_again(grammars: Grammars) -> None:
+    program = grammars._program
+    program.kill()
+    program.wait()
+    assert letters_of(grammars.check("regex", "[ab]c").mask) == {"a", "b"}
+
+
+@pytest.mark.slow
+def test_a_text_ends_at_the_same_place_with_any_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Limits count what plain decoding does: the tokens of the text, and one mask for each."""
+    monkeypatch.setitem(grammar_compiler.LIMITS, "max_lexer_states", 150)
+    size = TOKENIZER.vocab_size
+    compiler = GrammarCompiler(TOKENIZER.backend.to_str(), size, [EOS_ID], spaces=True)
+    words, rng = -(-size // 32), random.Random(1)
+
+    def ends(text: list[int], num_drafts: int) -> tuple[int, str, list[bytes]]:
+        constraint: Constraint = compiler.compile("regex", "b[ab]*a[ab]{12}c")
+        masks = np.empty((1 + num_drafts, words), np.int32)
+        forced, seen, at = np.empty((1 + num_drafts, 4), np.int32), list[bytes](), 0
+        while at < len(text) and not constraint.error:
+            path = text[at : at + num_drafts // 2]
+            others = ids_of("".join(rng.choices("ab", k=num_drafts - len(path))))
+            tokens = [0, *path, *others]
+            parents = [*range(-1, len(path)), *range(len(path), len(tokens) - 1)]
+            constraint.fill(tokens, parents, masks, forced)
+            seen.append(masks[0].tobytes())
+            new = text[at : at + rng.randint(1, 1 + len(path))]
+            count = constraint.advance(new)
+            at += count
+            if count < len(new):
+                break
+        return at, constraint.error, seen
+
+    places = []
+    for _ in range(10):
+        text = ids_of("b" + "".join(rng.choices("ab", k=120)))
+        at, error, _ = ends(text, 0)
+        places.append(at)
+        for num_drafts in (1, 4, 12):
+            assert ends(text, num_drafts)[:2] == (at, error)
+    assert min(places) < 121
