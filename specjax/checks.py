@@ -3,6 +3,7 @@
 import math
 from functools import cache
 from operator import ge, gt, le, lt
+from pathlib import Path
 from reprlib import Repr
 from typing import Annotated, Any, get_type_hints
 
@@ -49,6 +50,12 @@ class ParameterError(ValueError):
     ) -> None:
         super().__init__(message)
         self.param, self.limit, self.code = param, limit, code
+
+
+def check_regular(path: Path) -> None:
+    """Raise ValueError for a pipe, a device or a directory: reading one may never end."""
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path} is not a regular file")
 
 
 def is_integer(value: Any) -> bool:

@@ -1,19 +1,21 @@
 """Read JSON files and typed values from them; errors name the file and the key."""
 
 import json
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 from msgspec import Meta
 
-from specjax.checks import convert, short
+from specjax.checks import check_regular, convert, short
 
 T = TypeVar("T")
 
 
 def read_text(path: Path) -> str:
-    """Read a UTF-8 file; raises ValueError if it is missing or cannot be read."""
+    """Read a regular UTF-8 file; raises ValueError if it is missing or cannot be read."""
+    check_regular(path)
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -79,7 +81,7 @@ class Fields:
     @classmethod
     def read_if_there(cls, path: Path) -> "Fields":
         """Read a JSON file; return no values if the file does not exist."""
-        return cls.read(path) if path.is_file() else cls({}, path)
+        return cls.read(path) if os.path.lexists(path) else cls({}, path)
 
     def __contains__(self, key: str) -> bool:
         return self.values.get(key) is not None

@@ -3,6 +3,7 @@
 import math
 import os
 import struct
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ from ml_dtypes import bfloat16
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 
 from specjax.checkpoints.tensors import TensorInfo, TensorSource
+from specjax.checks import check_regular
 from specjax.config import ModelConfig, Rope, RopeScaling
 from specjax.json_file import Fields, PositiveSize, Size
 from specjax.models.registry import FAMILIES, HOW_TO_ADD, family_of, target_recipes
@@ -29,29 +31,35 @@ _PLAIN = {
     **{GGMLQuantizationType[f"I{8 * n}"]: np.dtype(f"<i{n}") for n in (1, 2, 4, 8)},
 }
 _MAX_NESTING = 4
+_MAX_ENTRIES = 2**16  # keys or tensors of a file
+_FREQUENCIES = "rope_freqs.weight"  # divisors of the rotary frequencies
 
 
 class GGUFTensor(NamedTuple):
-    """Location of a tensor in the data. ``shape`` has numpy's order: ``[out, in]`` for a matrix."""
+    """A stored tensor. ``shape`` has numpy's order: ``[out, in]`` for a matrix."""
 
     shape: tuple[int, ...]
     kind: GGMLQuantizationType
-    start: int
-    size: int
+    path: Path
+    data: np.ndarray  # u1 [bytes], mapped
 
 
 class GGUFFile:
     """An open GGUF file. Open each file once: configuration, weights and tokenizer share it.
 
     Every length is checked against the rest of the file before reading, so that a damaged file
-    never takes more memory than its own size.
+    never takes more memory than its own size. The tensors must fill the data section in the order
+    of their table, aligned and without gaps. The first file of a split model, whose name ends in
+    ``-00001-of-0000N.gguf``, opens the others, and has their tensors too.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], number: int = 0) -> None:
+        """Open the file with this ``number`` of a split model."""
         self.path = Path(path)
         self.tensors: dict[str, GGUFTensor] = {}
         self._at = 0
         try:
+            check_regular(self.path)
             self._data: np.ndarray = np.memmap(self.path, np.uint8, "r")
             self._bytes = self._data.data
             values, num_tensors = self._read_metadata()
@@ -61,24 +69,24 @@ class GGUFFile:
             raise ValueError(
                 f"{self.path} is not a complete GGUF file of version 2 or 3: {error}"
             ) from error
+        self._read_split(number)
 
     def info(self, name: str) -> TensorInfo:
         """Describe a tensor without reading it; quantised types become float32."""
         tensor = self.tensors[name]
         dtype = _PLAIN.get(tensor.kind, np.dtype(np.float32)).name
-        return TensorInfo(tensor.shape, self.path, dtype)
+        return TensorInfo(tensor.shape, tensor.path, dtype)
 
     def read(self, name: str) -> np.ndarray:
         """Read a tensor in its stored type; quantised types are dequantised to float32."""
-        shape, kind, start, size = self.tensors[name]
-        data = np.asarray(self._data[start : start + size])
+        shape, kind, path, data = self.tensors[name]
         if kind in _PLAIN:
             return data.view(_PLAIN[kind]).reshape(shape)
         try:
             return dequantize(data.reshape(*shape[:-1], -1), kind)
         except NotImplementedError as error:
             raise ValueError(
-                f"{self.path}: tensor {name!r} has the type {kind.name}, which the gguf library "
+                f"{path}: tensor {name!r} has the type {kind.name}, which the gguf library "
                 "does not support; use another GGUF file or a newer gguf"
             ) from error
 
@@ -92,7 +100,7 @@ class GGUFFile:
             raise ValueError(f"version {version} is not supported")
         num_tensors, num_values = self._number("<Q"), self._number("<Q")
         values: dict[str, Any] = {}
-        for _ in range(self._checked(num_values, 13)):
+        for _ in self._entries(num_values, 13):
             key = self._text()
             if key in values:
                 raise ValueError(f"the key {key!r} occurs twice")
@@ -102,9 +110,10 @@ class GGUFFile:
     def _read_tensor_table(self, count: int, alignment: int) -> None:
         if alignment < 1 or alignment & (alignment - 1):
             raise ValueError(f"general.alignment={alignment} must be a power of two")
-        for _ in range(self._checked(count, 24)):
+        places, end = {}, 0
+        for _ in self._entries(count, 24):
             name = self._text()
-            if name in self.tensors:
+            if name in places:
                 raise ValueError(f"the tensor {name!r} occurs twice")
             dims = [self._number("<Q") for _ in range(self._checked(self._number("<I"), 8))]
             kind, start = GGMLQuantizationType(self._number("<I")), self._number("<Q")
@@ -112,13 +121,36 @@ class GGUFFile:
             if not dims or min(dims) < 1 or dims[0] % block:
                 demand = f"a multiple of {block}, the block size of {kind.name}"
                 raise ValueError(f"tensor {name!r}: {dims=} must be positive, the first {demand}")
-            size = math.prod(dims) // block * block_bytes
-            self.tensors[name] = GGUFTensor(tuple(reversed(dims)), kind, start, size)
-        first = -(-self._at // alignment) * alignment
-        self._data = self._data[first:]
-        for name, tensor in self.tensors.items():
-            if tensor.start + tensor.size > len(self._data):
-                raise ValueError(f"tensor {name!r} extends beyond the end of the file")
+            if start != (expected := _aligned(end, alignment)):
+                raise ValueError(f"tensor {name!r} has the offset {start}; it must be {expected}")
+            end = start + math.prod(dims) // block * block_bytes
+            places[name] = tuple(reversed(dims)), kind, slice(start, end)
+        data = self._data[_aligned(self._at, alignment) :]
+        if not end <= len(data) <= _aligned(end, alignment):
+            raise ValueError(f"tensors have {end} bytes, but the data section has {len(data)}")
+        for name, (shape, kind, place) in places.items():
+            self.tensors[name] = GGUFTensor(shape, kind, self.path, np.asarray(data[place]))
+
+    def _read_split(self, number: int) -> None:
+        """Check the keys of a split model; its first file adds the tensors of the others."""
+        data, ending = self.metadata, "-{:05d}-of-{:05d}.gguf"
+        count = data.get("split.count", Size, 1)
+        if data.get("split.no", Size, 0) != number:
+            raise data.wrong("split.no", f"must be {number}; open the first file of a split model")
+        if number:
+            return
+        if count > 1 and not self.path.name.endswith(first := ending.format(1, count)):
+            raise data.wrong("split.count", f"needs files in one folder named *{first} and so on")
+        stem = self.path.name.removesuffix(ending.format(1, count))
+        for i in range(1, count):
+            other = GGUFFile(self.path.with_name(stem + ending.format(i + 1, count)), i)
+            if other.metadata.get("split.count", Size, 1) != count:
+                raise other.metadata.wrong("split.count", f"must be {count}, as in the first file")
+            if repeated := self.tensors.keys() & other.tensors.keys():
+                raise ValueError(f"{other.path}: {min(repeated)!r} is in another file too")
+            self.tensors |= other.tensors
+        if data.get("split.tensors.count", Size, len(self.tensors)) != len(self.tensors):
+            raise data.wrong("split.tensors.count", f"must be {len(self.tensors)}")
 
     def _value(self, kind: int, nesting: int) -> Any:
         if kind == _STRING:
@@ -155,10 +187,19 @@ class GGUFFile:
             raise ValueError(f"{count} * {size} bytes at byte {self._at} exceed the file's size")
         return count
 
+    def _entries(self, count: int, size: int) -> range:
+        if count > _MAX_ENTRIES:
+            raise ValueError(f"{count} keys or tensors exceed the limit of {_MAX_ENTRIES}")
+        return range(self._checked(count, size))
+
     def _take(self, size: int) -> memoryview:
         start = self._at
         self._at = start + self._checked(size, 1)
         return self._bytes[start : self._at]
+
+
+def _aligned(size: int, alignment: int) -> int:
+    return -(-size // alignment) * alignment
 
 
 def _interleaved_rows(num_heads: int, head_dim: int) -> np.ndarray:
@@ -177,8 +218,10 @@ def gguf_source(file: GGUFFile, config: ModelConfig) -> TensorSource:
     map_name = get_tensor_name_map(arch, config.num_layers).get_name
     parts = (part.name for recipe in target_recipes(config).values() for part in recipe.parts)
     named = {map_name(part, (".weight", ".bias")): part for part in parts}
-    # tensors that the model does not use keep their names
-    stored = {named.get(name, name): name for name in file.tensors if name != "rope_freqs.weight"}
+    stored = {named[name]: name for name in file.tensors if name in named}
+    if unknown := sorted(file.tensors.keys() - named.keys() - {_FREQUENCIES}):
+        name = unknown[0]
+        raise ValueError(f"{file.tensors[name].path}: the model does not use the tensor {name!r}")
     rows: dict[str, np.ndarray] = {}
     if family_of(config).gguf == "interleaved":
         rows["q_proj"] = _interleaved_rows(config.num_heads, config.head_dim)
@@ -189,6 +232,17 @@ def gguf_source(file: GGUFFile, config: ModelConfig) -> TensorSource:
         return array[rows[module]] if module in rows else array
 
     return TensorSource(file.path, {name: file.info(stored[name]) for name in stored}, read)
+
+
+# keys of an architecture that are read; those of the last two lines change no logits
+_KEYS = set(
+    "attention.head_count attention.head_count_kv attention.key_length attention.value_length "
+    "attention.layer_norm_rms_epsilon attention.sliding_window block_count context_length "
+    "embedding_length feed_forward_length expert_count rope.dimension_count rope.freq_base "
+    "rope.scaling.type rope.scaling.factor "
+    "expert_used_count pooling_type rope.scaling.finetuned rope.scaling.original_context_length "
+    "tensor_data_layout vocab_size".split()
+)
 
 
 def gguf_config(file: GGUFFile, dtype: str) -> ModelConfig:
@@ -202,6 +256,8 @@ def gguf_config(file: GGUFFile, dtype: str) -> ModelConfig:
         demand = f"is not supported; supported: {supported}; {HOW_TO_ADD}"
         raise file.metadata.wrong("general.architecture", demand)
     keys = _architecture_keys(file, arch)
+    if unknown := sorted(keys.values.keys() - _KEYS):
+        raise keys.wrong(unknown[0], "is not supported")
     if keys.get("expert_count", Size, 0):
         raise ValueError(f"{file.path}: mixture-of-experts models are not supported")
     hidden = keys.get("embedding_length", Size)
@@ -213,32 +269,32 @@ def gguf_config(file: GGUFFile, dtype: str) -> ModelConfig:
     if "token_embd.weight" not in file.tensors:
         raise ValueError(f"{file.path} has no tensor 'token_embd.weight'")
     theta = keys.get("rope.freq_base", float, 10000.0)
-    context, count = keys.get("context_length", Size), keys.get("block_count", Size)
     window = keys.get("attention.sliding_window", Size, 0)
     values = {
         "model_type": arch,
         "vocab_size": file.tensors["token_embd.weight"].shape[0],
         "hidden_size": hidden,
         "intermediate_size": keys.get("feed_forward_length", Size),
-        "num_layers": count,
+        "num_layers": keys.get("block_count", Size),
         "num_heads": heads,
         "num_kv_heads": keys.get("attention.head_count_kv", Size, heads),
         "head_dim": head_dim,
         "rms_norm_eps": keys.get("attention.layer_norm_rms_epsilon", float),
         "rope_theta": theta,
         "rope_scaling": _rope_scaling(file, keys, head_dim, theta),
-        "max_position_embeddings": context,
+        "max_position_embeddings": keys.get("context_length", Size),
         "dtype": dtype,
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "qkv_bias": "blk.0.attn_q.bias" in file.tensors,
         "output_bias": "blk.0.attn_output.bias" in file.tensors,
         "mlp_bias": "blk.0.ffn_gate.bias" in file.tensors,
         "qk_norm": "blk.0.attn_q_norm.weight" in file.tensors,
-        "windows": (window,) * count if window else (),
         "eos_token_ids": eos_token_ids(file),
         "bos_token_id": file.metadata.get("tokenizer.ggml.bos_token_id", Size, None),
     }
-    return file.metadata.build(FAMILIES[arch].config, values)
+    config = file.metadata.build(FAMILIES[arch].config, values)
+    # the configuration has a limit for the number of layers
+    return replace(config, windows=(window,) * config.num_layers) if window else config
 
 
 def _architecture_keys(file: GGUFFile, arch: str) -> Fields:
@@ -251,10 +307,12 @@ def _architecture_keys(file: GGUFFile, arch: str) -> Fields:
 
 
 def _rope_scaling(file: GGUFFile, keys: Fields, head_dim: int, theta: float) -> RopeScaling | None:
-    if "rope_freqs.weight" in file.tensors:
+    # as in llama.cpp, a factor without a type is linear
+    default = "linear" if "rope.scaling.factor" in keys else "none"
+    kind = keys.get("rope.scaling.type", str, default)
+    if _FREQUENCIES in file.tensors and kind == "none":
         return _llama3_scaling(file, head_dim, theta)
-    kind = keys.get("rope.scaling.type", str, "none")
-    if kind not in ("none", "linear"):
+    if _FREQUENCIES in file.tensors or kind not in ("none", "linear"):
         demand = "is not supported; supported: 'none', 'linear' and Llama 3.1's rope_freqs.weight"
         raise keys.wrong("rope.scaling.type", demand)
     if kind == "none":

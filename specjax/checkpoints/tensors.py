@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,9 +12,11 @@ import numpy as np
 from ml_dtypes import bfloat16
 from safetensors import SafetensorError, safe_open
 
+from specjax.checks import check_regular
 from specjax.json_file import Fields
 from specjax.models.family import Recipe
 
+MAX_HEADER = 2**22  # bytes of a safetensors header; 30,000 tensors with long names
 SAFETENSORS_INDEX = "model.safetensors.index.json"
 _PYTORCH_INDEX = "pytorch_model.bin.index.json"
 
@@ -47,12 +48,18 @@ def _shards(directory: Path, index: str) -> list[Path]:
         raise ValueError(f"{directory / index} has no weight_map")
     names = dict.fromkeys(weight_map.get(tensor, str) for tensor in weight_map.values)
     paths = [directory / name for name in names]
+    if others := [name for name in names if os.path.basename(name) != name]:
+        raise ValueError(f"{directory / index} names {others[0]!r}, a file in another folder")
     if absent := [path.name for path in paths if not os.path.isfile(path)]:
-        raise ValueError(f"{directory / index} names missing shards: {absent}")
+        raise ValueError(f"{directory / index} names missing shards: {absent[:5]}")
     return paths
 
 
-_KINDS = {"BOOL": "bool", "BF": "bfloat", "F": "float", "I": "int", "U": "uint", "C": "complex"}
+_DTYPES = {"BOOL": "bool", "F8_E4M3": "float8_e4m3fn", "BF16": "bfloat16", "C64": "complex64"}
+_DTYPES |= {f"F{bits}": f"float{bits}" for bits in (16, 32, 64)}
+_DTYPES |= {
+    f"{x}{bits}": f"{y}{bits}" for x, y in [("I", "int"), ("U", "uint")] for bits in (8, 16, 32, 64)
+}
 
 
 def _safetensors(path: Path, files: list[Path]) -> TensorSource:
@@ -61,14 +68,20 @@ def _safetensors(path: Path, files: list[Path]) -> TensorSource:
     versions: dict[Path, tuple[int, ...]] = {}
     for file in files:
         try:
-            with safe_open(file, framework="np"):  # checks the header, and the size of the file
-                pass
+            check_regular(file)
             with file.open("rb") as opened:
                 size = int.from_bytes(opened.read(8), "little")
+                if size > MAX_HEADER:
+                    raise ValueError(f"the header has {size} bytes; the limit is {MAX_HEADER}")
+                with safe_open(file, framework="np"):  # checks the header, and the file's size
+                    pass
                 header = json.loads(opened.read(size))
                 versions[file] = _version(opened)
             header.pop("__metadata__", None)
-            found = {name: _info(file, stored) for name, stored in header.items()}
+            found = {
+                name: TensorInfo(tuple(x["shape"]), file, _DTYPES.get(x["dtype"], x["dtype"]))
+                for name, x in header.items()
+            }
             places = {name: stored["data_offsets"][0] for name, stored in header.items()}
         except (SafetensorError, OSError, ValueError, TypeError, LookupError) as error:
             raise ValueError(f"{file} is not a complete safetensors file: {error}") from error
@@ -95,14 +108,6 @@ def _safetensors(path: Path, files: list[Path]) -> TensorSource:
     return TensorSource(path, infos, read)
 
 
-def _info(file: Path, stored: Any) -> TensorInfo:
-    """Read a tensor's entry in the header of a safetensors file."""
-    kind = re.fullmatch(r"(BOOL|BF|F|I|U|C)(\d*)", stored["dtype"])
-    dtype = _KINDS[kind[1]] + kind[2] if kind else stored["dtype"]
-    dtype = "float8_e4m3fn" if dtype == "F8_E4M3" else dtype
-    return TensorInfo(tuple(stored["shape"]), file, dtype)
-
-
 def _version(opened: BinaryIO) -> tuple[int, ...]:
     """Values that differ if a file is replaced or written."""
     found = os.fstat(opened.fileno())
@@ -122,9 +127,11 @@ def _torch(path: Path, files: list[Path]) -> TensorSource:
     tensors: dict[str, Any] = {}
     infos: dict[str, TensorInfo] = {}
     for file in files:
-        state = _torch_state(torch, file)
-        tensors |= state
-        for name, tensor in state.items():
+        check_regular(file)
+        for name, tensor in _torch_state(torch, file).items():
+            if name in tensors:
+                raise ValueError(f"tensor {name!r} is in both {infos[name].path} and {file}")
+            tensors[name] = tensor
             dtype = str(tensor.dtype).removeprefix("torch.")
             infos[name] = TensorInfo(tuple(tensor.shape), file, dtype)
 
@@ -155,9 +162,9 @@ def open_directory(directory: Path) -> TensorSource:
         (SAFETENSORS_INDEX, "model.safetensors", "*.safetensors", _safetensors),
         (_PYTORCH_INDEX, "pytorch_model.bin", "pytorch_model*.bin", _torch),
     ):
-        if (directory / index).is_file():
+        if os.path.lexists(directory / index):
             return source(directory, _shards(directory, index))
-        if (directory / standard).is_file():
+        if os.path.lexists(directory / standard):
             return source(directory, [directory / standard])
         if files := sorted(directory.glob(pattern)):
             return source(directory, files)

@@ -1,5 +1,6 @@
 """GGUF files: the reader, and weights compared with their original tensors."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +139,13 @@ def test_linear_scaling(tmp_path: Path) -> None:
     keys = {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}
     path = write_gguf(tmp_path / "model.gguf", target_tensors(), keys=keys)
     assert open_target(path).config.rope_scaling == RopeScaling(rope_type="linear", factor=4.0)
+    # llama.cpp reads a factor without a type as linear
+    write_gguf(path, target_tensors(), keys={"rope.scaling.factor": 4.0})
+    assert open_target(path).config.rope_scaling == RopeScaling(rope_type="linear", factor=4.0)
+    divisors = {"rope_freqs.weight": np.ones(DIM // 2, np.float32)}
+    write_gguf(path, target_tensors(), keys=keys, extra=divisors)
+    with pytest.raises(ValueError, match=r"rope\.scaling\.type='linear' is not supported"):
+        open_target(path)
 
 
 @pytest.mark.parametrize(
@@ -149,13 +157,17 @@ def test_linear_scaling(tmp_path: Path) -> None:
         ({"keys": {"rope.dimension_count": 4}}, r"rope\.dimension_count=4.*head dimension 8"),
         ({"keys": {"feed_forward_length": [48, 48, 32]}}, r"\[48, 48, 32\] must be an integer"),
         ({"keys": {"attention.head_count": 0}}, r"llama: attention\.head_count=0 must be"),
+        ({"keys": {"logit_scale": 2.0}}, r"model\.gguf: llama: logit_scale=2.0 is not supported"),
+        ({"keys": {"block_count": 10**8, "attention.sliding_window": 8}}, r"=100000000 .* 1024"),
+        ({"extra": {"lm_head.weight": np.ones((61, 32), np.float32)}}, r"gguf.*'lm_head.weight'"),
+        ({"extra": {"blk.0.ffn_gate.scale": np.ones(1, np.float32)}}, r"'blk.0.ffn_gate.scale'"),
         ({"drop": ("context_length",)}, r"model\.gguf: llama has no context_length"),
     ],
 )
 def test_refused_configurations(tmp_path: Path, options: dict[str, Any], message: str) -> None:
     path = write_gguf(tmp_path / "model.gguf", target_tensors(), **options)
     with pytest.raises(ValueError, match=message):
-        open_target(path)
+        open_target(path).check_weights()
 
 
 def test_reader_agrees_with_the_library(tmp_path: Path) -> None:
@@ -191,6 +203,72 @@ def test_damaged_header(tmp_path: Path) -> None:
     path.write_bytes(b"")
     with pytest.raises(ValueError, match="is not a complete GGUF file"):
         GGUFFile(path)
+
+
+def number_at(path: Path, kind: str) -> int:
+    """Return the place of the type or the offset of the file's third tensor."""
+    field = gguf.GGUFReader(path).tensors[2].field
+    return field.offset + sum(part.nbytes for part in field.parts[: -1 if kind == "offset" else -2])
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "message"),
+    [
+        *(("offset", step, r"'blk.*offset \d+; it must be \d+") for step in (1, -4, 32, 64, -64)),
+        ("type", 8, r"'blk.*offset \d+; it must be \d+"),  # 34 bytes for 32 values
+        ("count", -1, "data section has"),
+        ("count", 1, "not a complete GGUF"),
+        ("count", 2**17, "limit of 65536"),
+        ("end", 32, "data section has"),
+        ("end", -1, "data section has"),
+    ],
+)
+def test_tensors_fill_the_data(tmp_path: Path, kind: str, change: int, message: str) -> None:
+    path = write_gguf(tmp_path / "model.gguf", target_tensors())
+    data = bytearray(path.read_bytes())
+    if kind == "end":
+        data = data[:change] if change < 0 else data + bytes(change)
+    else:
+        place = 8 if kind == "count" else number_at(path, kind)
+        value = int.from_bytes(data[place : place + 4], "little") + change
+        data[place : place + 4] = value.to_bytes(4, "little")
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match=rf"model\.gguf .*{message}"):
+        open_target(path)
+
+
+def test_split_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first file opens the others; without all of them in order, the model is refused."""
+    tensors = target_tensors()
+    whole = open_target(write_gguf(tmp_path / "whole.gguf", tensors))
+    writer = partial(gguf.GGUFWriter, split_max_tensors=12)
+    with monkeypatch.context() as patch:
+        patch.setattr(gguf, "GGUFWriter", writer)
+        write_gguf(tmp_path / "model.gguf", tensors)
+    first, second, third = (tmp_path / f"model-{i:05d}-of-00003.gguf" for i in (1, 2, 3))
+    split = open_target(first)
+    assert split.config == whole.config
+    assert not split.config.tie_word_embeddings  # the output head is in the last file
+    found, expected = split.load_weights(), whole.load_weights()
+    assert all(np.array_equal(found[name], expected[name]) for name in expected)
+    assert GGUFFile(first).info("output.weight").path == third
+    with pytest.raises(ValueError, match=r"00002-of-00003.*split.no=1 must be 0; open the first"):
+        open_target(second)
+    with pytest.raises(ValueError, match=r"other.gguf: split.count=3 .*-00001-of-00003.gguf"):
+        open_target(first.rename(tmp_path / "other.gguf"))
+    (tmp_path / "other.gguf").rename(first)
+    data = third.read_bytes()
+    third.write_bytes(second.read_bytes())
+    with pytest.raises(ValueError, match=r"00003-of-00003.*split.no=1 must be 2"):
+        open_target(first)
+    third.unlink()
+    with pytest.raises(ValueError, match=r"00003-of-00003\.gguf is not a complete GGUF"):
+        open_target(first)
+    third.write_bytes(data)
+    one = first.read_bytes().replace(b"split.count", b"split.cOunt")
+    first.write_bytes(one)
+    with pytest.raises(ValueError, match=r"split.tensors.count=\d+ must be 12"):
+        open_target(first)
 
 
 def test_big_endian_file_is_refused(tmp_path: Path) -> None:
