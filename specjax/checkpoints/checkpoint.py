@@ -112,8 +112,12 @@ class Checkpoint(Generic[C]):
                     f"tensor {name!r} in {info.path} is {info.dtype}; weights must be one of "
                     f"{', '.join(FLOATS)}"
                 )
-        unknown = {n for n in infos if n not in parts and not n.endswith("rotary_emb.inv_freq")}
-        if unknown := {n for n in unknown if not self.is_ignored(n)}:
+        # frequencies, which the configuration has, in a module of the model
+        modules: set[str] = {
+            name[: at + 1] for name in parts for at, x in enumerate(name) if x == "."
+        }
+        known = {f"{module}rotary_emb.inv_freq" for module in ("", *modules)} | parts.keys()
+        if unknown := {n for n in infos.keys() - known if not self.is_ignored(n)}:
             shown = [f"{n!r} {infos[n].shape} in {infos[n].path}" for n in sorted(unknown)]
             raise ValueError(
                 f"{source.path} has {len(unknown)} tensors that the model does not use: "

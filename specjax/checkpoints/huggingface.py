@@ -66,7 +66,10 @@ def huggingface_config(directory: Path, dtype: str) -> ModelConfig:
 def open_text(directory: Path) -> TensorSource:
     """Open the tensors of a directory, of a model with images only those of its text model."""
     source = open_directory(directory)
-    named = {text_name(name): name for name in source.infos if not OF_IMAGES.match(name)}
+    names = [name for name in source.infos if not OF_IMAGES.match(name)]
+    named = {text_name(name): name for name in names}
+    if hidden := sorted(set(names) - set(named.values())):
+        raise ValueError(f"{source.infos[hidden[0]].path} has a second {text_name(hidden[0])!r}")
     infos = {name: source.infos[stored] for name, stored in named.items()}
     return TensorSource(source.path, infos, lambda name: source.read(named[name]))
 

@@ -16,11 +16,12 @@ import re
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from threading import Lock
-from typing import Any
+from typing import Annotated, Any
 
 import jax.numpy as jnp
 import numpy as np
 from ml_dtypes import bfloat16, float8_e4m3fn, int4
+from msgspec import Meta
 
 from specjax.checkpoints.tensors import FLOATS, TensorInfo, TensorSource, cast
 from specjax.config import Quantization
@@ -32,11 +33,15 @@ PACKED, ZERO_POINT, BLOCK_SCALE = "_packed", "_zero_point", "_scale_inv"
 # values that are quantised at once: with all values of a matrix, it takes twice as long
 _CACHED = 2**18
 _LARGE = 2**27  # values of a matrix that several threads quantise
-# tensors next to a quantised matrix
-_REPLACED = (SCALE, BLOCK_SCALE, PACKED, ZERO_POINT, "_shape")
+# inputs of a group, up to which the last group is padded
+_GroupSize = Annotated[int, Meta(ge=1, le=2**13)]
+# endings of the tensors of a quantised matrix
+SUFFIXES = SCALE, BLOCK_SCALE, PACKED, ZERO_POINT, "_shape"
+# limits of scales; values times scales stay far from the largest float
+_SCALES, _KV_SCALES = (2.0**-126, 2.0**16), (2.0**-10, 2.0**10)
 # scales of activations in attention, of which only those below are read
 _OF_ATTENTION = re.compile(
-    r"\.self_attn\.(([qkv]|kv|attn)_(scale|zero_point)|[qkv]_proj\.([qkv]|output)_scale)$"
+    r"(.+\.self_attn\.)(([qkv]|kv|attn)_(scale|zero_point)|([qkv])_proj\.(\5|output)_scale)"
 )
 # a scale of keys, of values, or of both
 _KV_SCALE = re.compile(
@@ -86,7 +91,7 @@ def _block_format(stated: Fields) -> dict[str, Any]:
 
 
 def _block_size(fields: Fields, key: str) -> int:
-    sizes = fields.get(key, list[PositiveSize])
+    sizes = fields.get(key, list[_GroupSize])
     if len(sizes) != 2 or sizes[0] != sizes[1]:
         raise fields.wrong(key, "must be two equal numbers")
     return sizes[1]
@@ -120,7 +125,7 @@ def _compressed_format(stated: Fields) -> dict[str, Any]:
     strategy = weights.get("strategy", str, "tensor")
     values: dict[str, Any] = {"kind": found}
     if strategy == "group":
-        values["group"] = weights.get("group_size", PositiveSize)
+        values["group"] = weights.get("group_size", _GroupSize)
     elif strategy == "block":
         values["group"] = _block_size(weights, "block_structure")
     elif strategy not in ("channel", "tensor"):
@@ -158,23 +163,34 @@ def read_kv_exponents(source: TensorSource, num_layers: int) -> tuple[tuple[int,
     any scale between their smallest and largest values.
     """
     found: dict[tuple[int, str], int] = {}
-    for name, info in source.infos.items():
+    for name in source.infos:
         match = _KV_SCALE.fullmatch(name)
         if match is None or int(match[1]) >= num_layers:
             continue
-        scales = source.read(name).astype(np.float64).ravel()
         # queries are multiplied by those of keys, in float16 on a GPU
-        if scales.size == 0 or not ((scales >= 2.0**-10) & (scales <= 2.0**10)).all():
-            raise ValueError(
-                f"tensor {name!r} in {info.path} has the scales {scales.tolist()[:5]}; they must "
-                "be from 2 ** -10 to 2 ** 10"
-            )
+        scales = _read_scales(source, name, *_KV_SCALES)
         exponent = math.ceil(math.log2(scales.max()))
         for key in ((int(match[1]), letter) for letter in match[2] or match[3]):
             found[key] = max(exponent, found.get(key, exponent))
     if not any(found.values()):
         return ()
     return tuple((found.get((i, "k"), 0), found.get((i, "v"), 0)) for i in range(num_layers))
+
+
+def _read_scales(
+    source: TensorSource, name: str, least: float, most: float, *, signed: bool = False
+) -> np.ndarray:
+    info = source.infos[name]
+    scales = source.read(name).astype(np.float64) if info.dtype in FLOATS else np.zeros(0)
+    sizes = np.abs(scales) if signed else scales
+    inside = (sizes >= least) & (sizes <= most)
+    if not inside.any() or not inside.all():
+        shown = f" with {scales[~inside][0]:g}" if scales.size else ""
+        raise ValueError(
+            f"tensor {name!r} in {info.path} is {info.dtype} {info.shape}{shown}; scales must be "
+            f"floats from 2 ** {math.log2(least):.0f} to 2 ** {math.log2(most):.0f}"
+        )
+    return scales.astype(np.float32)
 
 
 def quantise(
@@ -255,8 +271,14 @@ class _Matrix:
     """A quantised matrix of a source."""
 
     def __init__(
-        self, source: TensorSource, name: str, shape: tuple[int, ...], format: Quantization
+        self,
+        source: TensorSource,
+        name: str,
+        shape: tuple[int, ...],
+        format: Quantization,
+        signed: bool,
     ) -> None:
+        self._signed = signed
         self._source, self._name, self._shape, self._format = source, name, shape, format
         self._infos = source.infos
         self._lock = Lock()
@@ -270,41 +292,45 @@ class _Matrix:
         info = self._infos.get(self._name)
         return info is not None and info.dtype in FLOATS
 
+    @property
+    def _is_packed(self) -> bool:
+        is_integer = jnp.issubdtype(self._format.dtype, jnp.integer)
+        return is_integer and self._name not in self._infos
+
+    @property
+    def _stored(self) -> str:
+        """The name of the tensor with the values."""
+        return self._name + PACKED if self._is_packed else self._name
+
+    def inputs(self) -> set[str]:
+        """The names of the tensors in the file that it is read from."""
+        if self._is_whole:
+            return {self._name}
+        suffixes = [ZERO_POINT] * self._format.has_zeros + ["_shape"] * self._is_packed
+        return {self._stored, self._scale_name, *(self._name + suffix for suffix in suffixes)}
+
     def outputs(self) -> dict[str, TensorInfo]:
         """The tensors that replace those of the file; none if the matrix is missing."""
-        names = {self._name + suffix for suffix in (SCALE, BLOCK_SCALE)}
-        stored = self._name + PACKED if self._name + PACKED in self._infos else self._name
+        stored = self._stored
         if stored not in self._infos:
             return {}
         if not self._is_whole:
-            if names.isdisjoint(self._infos):
+            if self._scale_name not in self._infos:
                 raise ValueError(
                     f"{self._infos[stored].path} has {stored!r} without {self._name + SCALE!r}"
                 )
-            self._check_shapes()
+            self._check_tensors()
         path, dtype = self._infos[stored].path, self._format.dtype.name
+        shape = self._shape
         if stored == self._name:
             shape = self._infos[stored].shape
             dtype = dtype if self._is_whole else self._infos[stored].dtype
-        else:
-            words = -(-self._shape[1] * self._format.bits // 32)
-            shape = self._expected(stored, (self._shape[0], words))
         scales_shape = (self._shape[0], self.groups)
         found = {self._name: TensorInfo(shape, path, dtype)}
         found[self._name + SCALE] = TensorInfo(scales_shape, path, "float32")
         if self._format.has_zeros:
             found[self._name + OFFSET] = TensorInfo(scales_shape, path, "float32")
         return found
-
-    def _expected(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of the matrix if a packed tensor has this shape."""
-        info = self._infos[name]
-        if info.shape != shape or info.dtype != "int32":
-            raise ValueError(
-                f"tensor {name!r} in {info.path} is {info.dtype} {info.shape}; it must be int32 "
-                f"{shape}"
-            )
-        return self._shape
 
     def read(self, suffix: str) -> np.ndarray:
         if self._is_whole:
@@ -313,9 +339,15 @@ class _Matrix:
             return self._scales()
         if suffix == OFFSET:
             return self._offsets()
-        if self._name in self._infos:
-            return self._source.read(self._name)
-        packed = self._source.read(self._name + PACKED)
+        packed = self._source.read(self._stored)
+        if not self._is_packed:
+            return packed
+        name = self._name + "_shape"
+        if name in self._infos and tuple(stated := self._source.read(name)) != self._shape:
+            raise ValueError(
+                f"tensor {name!r} in {self._infos[name].path} is {stated.tolist()}; it must be "
+                f"{list(self._shape)}"
+            )
         values = unpack(packed, self._format.bits, self._shape[1], axis=1)
         return values.astype(self._format.dtype)
 
@@ -334,27 +366,36 @@ class _Matrix:
     def _scale_name(self) -> str:
         return self._name + (SCALE if self._name + SCALE in self._infos else BLOCK_SCALE)
 
-    def _check_shapes(self) -> None:
-        """Check the tensors of scales and zero points, which may be stored in several ways."""
-        rows, bits = self._shape[0], self._format.bits
-        allowed = {self._scale_name: [(rows, self.groups), (), (1,), (1, 1)]}
+    def _check_tensors(self) -> None:
+        """Check packed values, and scales and zero points, which may be stored in several ways."""
+        (rows, columns), zeros, bits = self._shape, self._name + ZERO_POINT, self._format.bits
+        scales = [(rows, self.groups), (), (1,), (1, 1)]
         if self._format.group is not None:
-            blocks = -(-rows // self._format.group), self.groups
-            allowed[self._scale_name].append(blocks)
+            scales.append((-(-rows // self._format.group), self.groups))
+        # dtype -> shapes
+        allowed: dict[str, Any] = {self._scale_name: dict.fromkeys(FLOATS, scales)}
         if self._format.has_zeros:
             packed = -(-rows * bits // 32), self.groups
-            allowed[self._name + ZERO_POINT] = [packed, (rows, self.groups)]
+            allowed[zeros] = {"int32": [packed], "int8": [(rows, self.groups)]}
+        elif zeros in self._infos:
+            path = self._infos[zeros].path
+            raise ValueError(f"{path} has {zeros!r}, although quantization_config is symmetric")
+        if self._is_packed:
+            allowed[self._stored] = {"int32": [(rows, -(-columns * bits // 32))]}
+            if self._name + "_shape" in self._infos:
+                allowed[self._name + "_shape"] = {key: [(2,)] for key in ("int64", "int32")}
         for name, shapes in allowed.items():
             if (info := self._infos.get(name)) is None:
                 raise ValueError(f"{self._source.path} has no tensor {name!r}")
-            if info.shape not in shapes:
+            if info.shape not in shapes.get(info.dtype, ()):
                 raise ValueError(
-                    f"tensor {name!r} in {info.path} has shape {info.shape}; a matrix "
-                    f"{self._shape} of {self._format} needs {shapes[0]}"
+                    f"tensor {name!r} in {info.path} is {info.dtype} and has shape {info.shape}; a "
+                    f"matrix {self._shape} of {self._format} needs {' or '.join(shapes)} of shape "
+                    f"{next(iter(shapes.values()))[0]}"
                 )
 
     def _scales(self) -> np.ndarray:
-        scale = self._source.read(self._scale_name).astype(np.float32)
+        scale = _read_scales(self._source, self._scale_name, *_SCALES, signed=self._signed)
         rows, group = self._shape[0], self._format.group
         if scale.size == 1:
             scale = scale.reshape(1, 1)
@@ -363,21 +404,30 @@ class _Matrix:
         return np.ascontiguousarray(np.broadcast_to(scale, (rows, self.groups)))
 
     def _offsets(self) -> np.ndarray:
-        scale, zeros = self._scales(), self._source.read(self._name + ZERO_POINT)
-        if zeros.shape != scale.shape:
+        scale, name = self._scales(), self._name + ZERO_POINT
+        zeros, limit = self._source.read(name), 2 ** (self._format.bits - 1)
+        if zeros.dtype == np.int32:
             zeros = unpack(zeros, self._format.bits, len(scale), axis=0)
+        if zeros.min() < -limit or zeros.max() >= limit:
+            raise ValueError(
+                f"tensor {name!r} in {self._infos[name].path} has zero points from {zeros.min()} "
+                f"to {zeros.max()}; they must be from {-limit} to {limit - 1}"
+            )
         return -zeros.astype(np.float32) * scale
 
 
 def quantised_source(
-    source: TensorSource, recipes: Recipes, format: Quantization | None
+    source: TensorSource, recipes: Recipes, format: Quantization | None, *, signed: bool = False
 ) -> TensorSource:
-    """Give the matrices that recipes need quantised the names above; whole ones are quantised."""
+    """Give the matrices that recipes need quantised the names above; whole ones are quantised.
+
+    ``signed`` permits negative scales, as :func:`quantise` makes them.
+    """
     if format is None:
         return source
     shapes = {part.name: part.shape for recipe in recipes.values() for part in recipe.parts}
     matrices = {
-        name: _Matrix(source, name, shape, format)
+        name: _Matrix(source, name, shape, format, signed)
         for name, shape in shapes.items()
         if name + SCALE in shapes
     }
@@ -385,14 +435,16 @@ def quantised_source(
     owners: Mapping[str, tuple[str, str]] = {
         new: (name, new.removeprefix(name)) for name, outputs in made.items() for new in outputs
     }
-    replaced = {name + suffix for name in made for suffix in _REPLACED}
+    modules = {name.rpartition(".")[0].rpartition(".")[0] + "." for name in shapes}
+    replaced = {name for each in made for name in matrices[each].inputs()}
     infos = {
         name: info
         for name, info in source.infos.items()
         if name not in replaced
-        and not _OF_ATTENTION.search(name)
-        and not name.endswith(".weight_shape")
+        and not ((match := _OF_ATTENTION.fullmatch(name)) and match[1] in modules)
     }
+    if hidden := sorted(infos.keys() & owners.keys()):
+        raise ValueError(f"{infos[hidden[0]].path}: nothing reads the tensor {hidden[0]!r}")
     infos |= {new: info for outputs in made.values() for new, info in outputs.items()}
 
     def read(name: str) -> np.ndarray:

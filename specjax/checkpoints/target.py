@@ -17,6 +17,7 @@ from specjax.checkpoints.huggingface import (
     open_text,
     text_name,
 )
+from specjax.checkpoints.quantization import SUFFIXES
 from specjax.config import DTYPES, ModelConfig
 from specjax.json_file import read_text
 from specjax.models.family import MTP_PREFIX
@@ -175,7 +176,8 @@ class TargetCheckpoint(Checkpoint[ModelConfig]):
 
     def is_ignored(self, name: str) -> bool:
         """Whether a tensor is a copy of tied embeddings, or of an MTP module or of images."""
-        is_copy = self.config.tie_word_embeddings and name.startswith("lm_head.weight")
+        is_head = name.removeprefix("lm_head.weight") in ("", *SUFFIXES)
+        is_copy = self.config.tie_word_embeddings and is_head
         return is_copy or name.startswith(MTP_PREFIX) or OF_IMAGES.match(name) is not None
 
 

@@ -427,7 +427,8 @@ class Engine:
         self, new: NewWeights, allow_nonfinite: bool, plan: EnginePlan | None = None
     ) -> None:
         if not allow_nonfinite:
-            check_finite(new)
+            for weights in new:
+                check_finite(weights)
         for engine in self._engines:  # check all before any is changed
             engine.check_health()
         for engine in self._engines:

@@ -1,7 +1,9 @@
 """Weights of an engine: loading them at the start and replacing them later."""
 
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
+from functools import cache
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -50,6 +52,7 @@ def load_weights(
         elif is_dummy:
             target = place.put_weights(nets.target.random(0))
         else:
+            _compile_checks(plan)
             target = place.put_weights(nets.target.order(plan.target.load_weights()))
         if is_dummy:
             return target, place.put_weights(nets.draft.random(1))
@@ -57,7 +60,13 @@ def load_weights(
     for one in plan.drafts:
         if isinstance(one, BlockCheckpoint):
             one.compare_copies(dict(zip(nets.target.names, target, strict=True)))
-    return target, place.put_weights(nets.draft.order(named))
+    draft = place.put_weights(nets.draft.order(named))
+    loaded = [(one, nets.draft, draft) for one in plan.drafts]
+    if shared is None:
+        loaded.append((plan.target, nets.target, target))
+    for one, flat, weights in loaded:
+        check_finite(dict(zip(flat.names, weights, strict=True)), one.path)
+    return target, draft
 
 
 def weights_from_disk(
@@ -134,7 +143,8 @@ def weights_from_tensors(
     tensors = {owner.canonical_name(name): tensors[name] for name in tensors}
     parts = set[str]()
     if format is not None:
-        source = quantised_source(_in_memory(jax.tree.map(np.asarray, tensors)), recipes, format)
+        source = _in_memory(jax.tree.map(np.asarray, tensors))
+        source = quantised_source(source, recipes, format, signed=True)
         tensors = {name: source.read(name) for name in source.infos}
     for name, recipe in recipes.items():
         names = {part.name for part in recipe.parts}
@@ -168,18 +178,36 @@ def weights_from_tensors(
     return ({}, weights) if draft else (weights, {})
 
 
-def check_finite(new: NewWeights) -> None:
-    for name, weight in (pair for weights in new for pair in weights.items()):
-        if jnp.issubdtype(weight.dtype, jnp.floating) and not _is_finite(weight):
-            raise ValueError(
-                f"weight {name!r} has values that are not finite; fix the weight or set "
-                "allow_nonfinite=True"
-            )
+def check_finite(weights: Mapping[str, Any], path: Path | None = None) -> None:
+    """Raise ValueError if a weight, of the file ``path`` or of an update, is NaN or infinite."""
+    floats = (name for name, x in weights.items() if jnp.issubdtype(x.dtype, jnp.floating))
+    # all results are computed before the first is read
+    for name, is_finite in [(name, _is_finite(weights[name])) for name in floats]:
+        if not is_finite:
+            where, remedy = f" of {path}", "use another file"
+            if path is None:
+                where, remedy = "", "fix the weight or set allow_nonfinite=True"
+            raise ValueError(f"weight {name!r}{where} has values that are not finite; {remedy}")
 
 
-def _is_finite(weight: Any) -> bool:
+@cache
+def _device_check(shape: tuple[int, ...], dtype: Any, sharding: Any) -> Any:
+    leaf = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+    return jax.jit(lambda weight: jnp.isfinite(weight).all()).lower(leaf).compile()
+
+
+def _compile_checks(plan: EnginePlan) -> None:
+    """Start to compile the checks of all weights: 0.2 s per shape on a GPU, as files are read."""
+    nets, pool = plan.networks, ThreadPoolExecutor(2)
+    for leaf in set(nets.placement.abstract((*nets.target.abstract, *nets.draft.abstract))):
+        if nets.placement.device.platform != "cpu" and jnp.issubdtype(leaf.dtype, jnp.floating):
+            pool.submit(_device_check, leaf.shape, leaf.dtype, leaf.sharding)
+    pool.shutdown(wait=False)
+
+
+def _is_finite(weight: Any) -> Any:
     if isinstance(weight, jax.Array) and next(iter(weight.devices())).platform != "cpu":
-        return bool(jnp.isfinite(weight).all())
+        return _device_check(weight.shape, weight.dtype, weight.sharding)(weight)
     # Viewed as integers, non-finite values are at least infinity; 5 times as fast as isfinite.
     array = np.asarray(weight)
     size = array.dtype.itemsize

@@ -1,6 +1,7 @@
 """Damaged checkpoints: any damage in a file raises a ValueError that names the file."""
 
 import json
+import os
 import random
 import struct
 import time
@@ -160,7 +161,11 @@ def test_damaged_heads(tmp_path: Path, nested: bool) -> None:
 
 def test_damaged_gguf(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
-    keys = {"rope.scaling.type": "linear", "tokens": ["a", "b"], "attention.sliding_window": 32}
+    keys = {
+        "rope.scaling.type": "linear",
+        "tensor_data_layout": ["a", "b"],
+        "attention.sliding_window": 32,
+    }
     write_gguf(path, target_tensors(), keys=keys)
     act = partial(open_target, path)
     assert fuzz(tmp_path, [path.name], damage_bytes, lambda _: act().check_weights(), 300) > 20
@@ -222,3 +227,71 @@ def test_weights_must_be_floats(tmp_path: Path, dtype: str) -> None:
     path = write_gguf(tmp_path / "model.gguf", rest, extra=gguf)
     with pytest.raises(ValueError, match=r"up_proj.weight' in .*\.gguf is int32"):
         open_target(path).check_weights()
+
+
+@pytest.mark.parametrize("kind", ["device", "pipe", "folder"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "model.safetensors.index.json",
+        "tokenizer_config.json",
+    ],
+)
+def test_only_regular_files_are_read(
+    tmp_path: Path, tokenizer_files: dict[str, str], name: str, kind: str
+) -> None:
+    write_directory(tmp_path, CONFIG, target_tensors())
+    (tmp_path / "tokenizer.json").write_text(tokenizer_files["tokenizer.json"])
+    (tmp_path / name).unlink(missing_ok=True)
+    if kind == "device":
+        (tmp_path / name).symlink_to("/dev/null")
+    elif kind == "pipe":
+        os.mkfifo(tmp_path / name)
+    else:
+        (tmp_path / name).mkdir()
+
+    def load() -> None:
+        open_target(tmp_path).check_weights()
+        open_target(tmp_path).load_tokenizer()
+
+    with pytest.raises(ValueError, match=f"{tmp_path / name} is not a regular file"):
+        load()
+
+
+@pytest.mark.parametrize("name", ["{}/b.safetensors", "../b.safetensors", "c/b.safetensors", ".."])
+def test_an_index_names_files_of_its_folder(tmp_path: Path, name: str) -> None:
+    model = write_directory(tmp_path / "a", CONFIG, target_tensors())
+    (tmp_path / "b.safetensors").write_bytes((model / "model.safetensors").read_bytes())
+    (model / "c").mkdir()
+    (model / "c" / "b.safetensors").symlink_to(tmp_path / "b.safetensors")
+    name = name.format(tmp_path)
+    index = {"weight_map": dict.fromkeys(target_tensors(), name)}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=rf"index\.json names .*'{name}'"):
+        open_target(model).check_weights()
+
+
+def test_headers_have_a_limit(tmp_path: Path) -> None:
+    """A million empty tensors would take 26 s."""
+    model = write_directory(tmp_path, CONFIG, target_tensors())
+    path = model / "model.safetensors"
+    path.write_bytes((2**22 + 1).to_bytes(8, "little") + b"{}" + bytes(2**22))
+    with pytest.raises(ValueError, match=r"model\.safetensors .* 4194305 bytes; .* 4194304"):
+        open_target(model).check_weights()
+
+
+@pytest.mark.parametrize(
+    "name", ["x.rotary_emb.inv_freq", "lm_head.weight_copy", "model.layers.9.rotary_emb.inv_freq"]
+)
+def test_a_name_is_known_only_where_it_is_used(tmp_path: Path, name: str) -> None:
+    known = ("model.layers.1.self_attn.rotary_emb.inv_freq", "model.rotary_emb.inv_freq")
+    tensors = target_tensors(tied=True) | {"lm_head.weight": np.ones((61, 32), np.float32)}
+    tensors |= dict.fromkeys(known, np.ones(4, np.float32))
+    config = CONFIG | {"tie_word_embeddings": True}
+    open_target(write_directory(tmp_path, config, tensors)).check_weights()
+    write_directory(tmp_path, config, tensors | {name: np.ones(1, np.float32)})
+    with pytest.raises(ValueError, match=f"does not use: '{name}'"):
+        open_target(tmp_path).check_weights()

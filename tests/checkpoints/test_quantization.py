@@ -1,6 +1,7 @@
 """Checkpoints whose matrices are quantised, in the formats of published files."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -247,7 +248,10 @@ def test_scales_of_keys_and_values(files: Files, tmp_path: Path, name: str) -> N
     for wrong in (np.nan, 0.0, -1.0, 1e30):
         tensors["model.layers.0.self_attn.k_scale"] = np.float32([1.0, wrong])
         write(stored / "model.safetensors", tensors)
-        with pytest.raises(ValueError, match=r"layers.0.self_attn.k_scale.*model.safetensors.*1.0"):
+        message = (
+            rf"layers.0.self_attn.k_scale.*model.safetensors.* with {re.escape(f'{wrong:g}')};"
+        )
+        with pytest.raises(ValueError, match=message):
             open_target(stored, dtype="float32")
 
 
@@ -400,6 +404,16 @@ def read_back(path: Path) -> dict[str, np.ndarray]:
         ("fp8-channel", "", lambda x: x[:, :-1], "'{}' in .* has shape"),
         ("fp8-channel", "", lambda x: x.view(np.int8), "'{}' in .* is int8"),
         ("int8-channel", "_scale", lambda x: None, "'{}' without '{}_scale'"),
+        ("int4", "_zero_point", lambda x: np.zeros((8, 2), np.int32), "'{}_zero_point', .*symmetr"),
+        ("int4", "_g_idx", lambda x: np.zeros(32, np.int32), "'{}_g_idx'"),
+        ("int4", "_scale_inv", lambda x: np.ones((32, 2), np.float32), "'{}_scale_inv'"),
+        ("int4", "_shape", lambda x: x[::-1].copy() + 1, r"'{}_shape' in .*; it must be .32, 32"),
+        ("int4-zeros", "_offset", lambda x: np.ones((32, 2), np.float32), "reads .*'{}_offset'"),
+        ("int4-zeros", "_zero_point", lambda x: x.view(np.float32), "'{}_zero_point' in .*float32"),
+        ("int4-zeros", "_zero_point", lambda x: np.full((32, 2), 8, np.int8), "from 8 to 8; .* 7"),
+        ("fp8-channel", "_packed", lambda x: np.zeros((32, 8), np.int32), "'{}_packed'"),
+        ("fp8-blocks", "_scale_inv", lambda x: x.view(np.int32), "'{}_scale_inv' in .* is int32"),
+        ("int8-channel", ".input_scale", lambda x: np.ones(1, np.float32), "'{}.input_scale'"),
     ],
 )
 def test_damaged_files(
@@ -407,14 +421,41 @@ def test_damaged_files(
 ) -> None:
     stored, _ = make(files, tmp_path, name)
     tensors = read_back(stored)
-    changed = replace(tensors.pop(Q + suffix))
+    changed = replace(tensors.pop(Q + suffix, None))
     if changed is not None:
         tensors[Q + suffix] = changed
     write(stored / "model.safetensors", tensors)
     target = open_target(stored, dtype="float32")
     with pytest.raises(ValueError, match=message.replace("{}", Q)) as found:
-        target.check_weights()
+        target.load_weights()
     assert str(stored) in str(found.value)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_scales_are_positive_floats(files: Files, tmp_path: Path, name: str) -> None:
+    stored, _ = make(files, tmp_path, name)
+    tensors = read_back(stored)
+    key = Q + ("_scale_inv" if name == "fp8-blocks" else "_scale")
+    right = tensors[key]
+    wrong = [np.full_like(right, x) for x in (np.nan, np.inf, 0.0, -1.0, 1e38, 2.0**16 + 1)]
+    for values in (*wrong, np.ones(right.shape, np.int32), np.ones(right.shape, np.int8)):
+        write(stored / "model.safetensors", tensors | {key: values})
+        with pytest.raises(ValueError, match=f"tensor '{key}' in {stored}.* {values.dtype}"):
+            open_target(stored, dtype="float32").source().read(f"{Q}_scale")
+    write(stored / "model.safetensors", tensors | {key: np.full_like(right, 2.0**16)})
+    open_target(stored, dtype="float32").source().read(f"{Q}_scale")
+
+
+def test_scales_of_attention_belong_to_a_layer(files: Files, tmp_path: Path) -> None:
+    stored, _ = make(files, tmp_path, "fp8-channel")
+    name, tensors = "model.layers.9.self_attn.k_scale", read_back(stored)
+    write(stored / "model.safetensors", tensors | {name: np.ones(1, np.float32)})
+    with pytest.raises(ValueError, match=f"does not use: '{name}'"):
+        open_target(stored, dtype="float32").check_weights()
+    name = "model.layers.0.self_attn.k_scale"
+    write(stored / "model.safetensors", tensors | {name: np.ones(1, np.int32)})
+    with pytest.raises(ValueError, match=f"'{name}' in {stored}.* is int32"):
+        open_target(stored, dtype="float32")
 
 
 def test_parts_of_a_projection_must_be_alike(files: Files, tmp_path: Path) -> None:

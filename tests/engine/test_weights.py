@@ -393,3 +393,28 @@ def test_other_copies_of_target_tensors_cause_a_warning(
     warned = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
     assert len(warned) == (changed is not None)
     assert all(f"{changed!r} in {path} differs from the target's" in w for w in warned)
+
+
+@pytest.mark.parametrize(
+    ("folder", "name", "weight"),
+    [
+        ("target", "model.layers.1.mlp.up_proj.weight", "layers.1.mlp.gate_up.kernel"),
+        ("target", "model.norm.weight", "norm.scale"),
+        ("head", "midlayer.self_attn.v_proj.weight", "attention.qkv.kernel"),
+    ],
+)
+@pytest.mark.parametrize("value", [np.nan, -np.inf])
+def test_files_must_be_finite(
+    files: Files, tmp_path: Path, folder: str, name: str, weight: str, value: float
+) -> None:
+    paths = {"target": files.target, "head": files.head}
+    changed = tmp_path / folder
+    shutil.copytree(paths[folder], changed)
+    tensors = load_file(changed / "model.safetensors")
+    stored = next(x for x in tensors if x.endswith(name))
+    tensors[stored].reshape(-1)[-1] = value
+    save_file(tensors, changed / "model.safetensors")
+    paths[folder] = changed
+    arguments = files.arguments(target=paths["target"], draft=paths["head"])
+    with pytest.raises(ValueError, match=f"weight '{weight}' of {changed} has values .* finite"):
+        load_weights(plan_engine(EngineArgs(**arguments)))
