@@ -16,6 +16,7 @@ Natural = Annotated[int, Meta(ge=0)]
 Positive = Annotated[int, Meta(ge=1)]
 _WORDS: dict[type, tuple[str, str]] = {
     inspect.IntType: ("an integer", "integers"),
+    inspect.FloatType: ("a finite number", "finite numbers"),
     inspect.StrType: ("a string", "strings"),
     inspect.BoolType: ("a bool", "bools"),
     inspect.DictType: ("an object", "objects"),

@@ -1,17 +1,32 @@
 """The configurations of models, frozen and validated."""
 
-from dataclasses import dataclass, field, fields, replace
-from typing import ClassVar, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, ClassVar, NamedTuple, get_args
 
 import jax.numpy as jnp
+from msgspec import Meta
 
-from specjax.checks import check_integer, check_number
+from specjax.checks import Positive, annotations, check_integer, check_number, convert
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 # dtypes of KV pools other than that of activations, by SGLang's names
 KV_DTYPES = {"fp8_e4m3": jnp.float8_e4m3fn}
 # of quantised matrices
 QUANTISED = {"fp8": jnp.float8_e4m3fn, "int8": jnp.int8, "int4": jnp.int4}
+
+# Ranges of numbers in configurations. Within them, frequencies and scales are finite and not 0 in
+# float32, and lists and index arrays of these lengths take milliseconds.
+Count = Annotated[int, Meta(ge=1, le=1024)]  # of layers, heads or dimensions of a head
+Scale = Annotated[float, Meta(ge=1e-6, le=1e6)]  # a factor, a divisor or a soft limit
+Epsilon = Annotated[float, Meta(ge=1e-20, le=1.0)]
+Theta = Annotated[float, Meta(gt=1.0, le=1e30)]  # base of rotary frequencies
+
+
+def check_ranges(config: Any) -> None:
+    """Raise ValueError if a field of a dataclass is outside the range that its type states."""
+    for name, kind in annotations(type(config)).items():
+        if any(hasattr(one, "__metadata__") for one in (kind, *get_args(kind))):
+            convert(name, getattr(config, name), kind)
 
 
 @dataclass(frozen=True)
@@ -73,26 +88,28 @@ class RopeScaling:
     """
 
     rope_type: str
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position_embeddings: int = 8192
-    attention_factor: float = 1.0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
+    factor: Annotated[float, Meta(ge=1.0, le=1e6)] = 1.0
+    low_freq_factor: Scale = 1.0
+    high_freq_factor: Scale = 4.0
+    original_max_position_embeddings: Annotated[int, Meta(ge=2, le=2**31 - 1)] = 8192
+    attention_factor: Scale = 1.0
+    beta_fast: Scale = 32.0
+    beta_slow: Scale = 1.0
     truncate: bool = True
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
-    llama_4_scaling_beta: float = 0.0
+    llama_4_scaling_beta: Annotated[float, Meta(ge=0.0, le=1e3)] = 0.0
 
     def __post_init__(self) -> None:
+        check_ranges(self)
+        for name in ("short_factor", "long_factor"):
+            for i, factor in enumerate(getattr(self, name)):
+                check_number(f"{name}[{i}]", factor, at_least=1e-6, at_most=1e6)
         if self.rope_type not in ROPE_TYPES:
             raise ValueError(
                 f"rope_type={self.rope_type!r} is not supported; supported: "
                 f"{', '.join(map(repr, ROPE_TYPES))} (and 'default', without scaling)"
             )
-        if not self.factor >= 1.0:
-            raise ValueError(f"rope factor={self.factor} must be at least 1.0")
         if self.rope_type == "llama3" and not self.low_freq_factor < self.high_freq_factor:
             raise ValueError(
                 f"low_freq_factor={self.low_freq_factor} must be below "
@@ -141,28 +158,25 @@ class Dtypes(NamedTuple):
 class TransformerConfig:
     """The sizes of Llama-style decoder layers, for targets and draft heads."""
 
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    rms_norm_eps: float = 1e-5
-    rope_theta: float = 10000.0
+    vocab_size: Positive
+    hidden_size: Positive
+    intermediate_size: Positive
+    num_layers: Count
+    num_heads: Count
+    num_kv_heads: Count
+    head_dim: Count
+    rms_norm_eps: Epsilon = 1e-5
+    rope_theta: Theta = 10000.0
     rope_scaling: RopeScaling | None = None
     rotary_dim: int | None = None  # as in Rope
     activation: str = "silu"
-    max_position_embeddings: int = 2048
+    max_position_embeddings: Positive = 2048
     dtype: str = "float32"
     kv_cache_dtype: str = "auto"  # as dtype, or a key of KV_DTYPES
     quantization: Quantization | None = None
 
     def __post_init__(self) -> None:
-        for own in fields(TransformerConfig):
-            if own.type is int:
-                limit = 1024 if own.name == "num_layers" else None
-                check_integer(own.name, getattr(self, own.name), 1, limit)
+        check_ranges(self)
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}"
@@ -173,8 +187,6 @@ class TransformerConfig:
             0 <= rotated <= self.head_dim and rotated % 2 == 0
         ):
             raise ValueError(f"rotary_dim={rotated} must be even, from 0 to {self.head_dim}")
-        check_number("rms_norm_eps", self.rms_norm_eps, at_least=0.0)
-        check_number("rope_theta", self.rope_theta, above=0.0)
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype={self.dtype!r} is not one of {sorted(DTYPES)}")
         if self.kv_cache_dtype not in ("auto", *KV_DTYPES):
@@ -207,12 +219,12 @@ class ModelConfig(TransformerConfig):
     qk_norm: bool = False
     windows: tuple[int, ...] = ()  # attention window of each layer; 0, or empty, for none
     layer_ropes: tuple[Rope | None, ...] = ()  # of each layer; None, or empty, for ``rope``
-    attention_scale: float | None = None  # multiplies attention scores; None is H ** -0.5
-    attention_softcap: float | None = None  # soft limit of attention scores
-    embedding_scale: float = 1.0
-    residual_scale: float = 1.0  # multiplies the outputs of attention and feed-forward
-    logit_scale: float = 1.0
-    logit_softcap: float | None = None
+    attention_scale: Scale | None = None  # multiplies attention scores; None is H ** -0.5
+    attention_softcap: Scale | None = None  # soft limit of attention scores
+    embedding_scale: Scale = 1.0
+    residual_scale: Scale = 1.0  # multiplies the outputs of attention and feed-forward
+    logit_scale: Scale = 1.0
+    logit_softcap: Scale | None = None
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     # Binary exponents of the scales of a layer's stored keys and values; empty: 0. Recipes of
@@ -226,9 +238,6 @@ class ModelConfig(TransformerConfig):
                 raise ValueError(
                     f"{name}={found} must have one value for each of num_layers={self.num_layers}"
                 )
-        for name in ("attention_scale", "attention_softcap", "logit_softcap"):
-            if getattr(self, name) is not None:
-                check_number(name, getattr(self, name), above=0.0)
 
     @property
     def context_limit(self) -> int:
@@ -284,13 +293,22 @@ class FeatureConfig(TransformerConfig):
     """
 
     checkpoint_format: str
-    target_hidden_size: int
-    draft_vocab_size: int
+    target_hidden_size: Positive
+    draft_vocab_size: Positive
     feature_layers: tuple[int, ...] = ()
+    windows: tuple[int, ...] = ()  # attention window of each layer; 0, or empty, for none
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_integer("draft_vocab_size", self.draft_vocab_size, 1, self.vocab_size)
+        if self.windows and len(self.windows) != self.num_layers:
+            raise ValueError(
+                f"windows={self.windows} must have one value for each of "
+                f"num_layers={self.num_layers}"
+            )
 
     @property
     def feature_size(self) -> int:
@@ -307,7 +325,6 @@ class DraftConfig(FeatureConfig):
     """
 
     fc_bias: bool = False
-    qkv_bias: bool = False
     qk_norm: bool = False
     has_own_embedding: bool = False
     has_own_lm_head: bool = True
@@ -362,10 +379,7 @@ class BlockConfig(FeatureConfig):
     num_drafts: int  # number of tokens that a block drafts
     anchor_first: bool
     mask_token_id: int
-    windows: tuple[int, ...] = ()  # attention window of each layer; 0, or empty, for none
     causal: tuple[bool, ...] = ()  # whether each layer is causal in the block; if empty, none is
-    qkv_bias: bool = False
-    output_bias: bool = False
     qk_norm: bool = True
     has_own_lm_head: bool = False
     markov_head: str | None = None  # "vanilla", "gated" or "rnn"
@@ -380,11 +394,10 @@ class BlockConfig(FeatureConfig):
         for name, default in (("windows", 0), ("causal", False)):
             if not getattr(self, name):
                 object.__setattr__(self, name, (default,) * self.num_layers)
-            if len(getattr(self, name)) != self.num_layers:
-                raise ValueError(
-                    f"{name}={getattr(self, name)} must have one value for each of "
-                    f"num_layers={self.num_layers}"
-                )
+        if len(self.causal) != self.num_layers:
+            raise ValueError(
+                f"causal={self.causal} must have one value for each of num_layers={self.num_layers}"
+            )
         if not self.feature_layers:
             raise ValueError("a block drafter needs feature_layers")
         check_integer("num_drafts", self.num_drafts, 1, MAX_STEPS)

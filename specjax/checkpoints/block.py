@@ -28,7 +28,7 @@ from specjax.checkpoints.huggingface import (
 from specjax.checkpoints.target import TargetCheckpoint, default_block_draft, locate
 from specjax.checkpoints.tensors import TensorSource, open_directory
 from specjax.checks import check_integer
-from specjax.config import MAX_STEPS, BlockConfig
+from specjax.config import MAX_STEPS, BlockConfig, Count
 from specjax.json_file import Fields, Flag, PositiveSize, Size
 from specjax.models.block import block_recipes
 
@@ -236,7 +236,7 @@ def block_config(directory: Path, source: TensorSource, target: TargetCheckpoint
             f"{file.path}: hidden_size={hidden_size} differs from the target's "
             f"{model.hidden_size}; a block drafter reads the target's embeddings; {ANOTHER_HEAD}"
         )
-    num_layers = file.body.get("num_hidden_layers", PositiveSize)
+    num_layers = file.body.get("num_hidden_layers", Count)
     anchor_first, num_drafts = _layout(file, kind)
     windows, causal = _attention(file, num_layers)
     reduced = next(iter(source.infos["d2t"].shape), 0) if file.has("d2t") else model.vocab_size

@@ -324,7 +324,7 @@ def _rope_scaling(file: GGUFFile, keys: Fields, head_dim: int, theta: float) -> 
 def _llama3_scaling(file: GGUFFile, head_dim: int, theta: float) -> RopeScaling:
     """Find the Llama 3.1 scaling whose frequency divisors the file stores."""
     divisors = np.asarray(file.read("rope_freqs.weight"), np.float32)
-    scaling = RopeScaling(rope_type="llama3", factor=max(1.0, float(divisors.max())))
+    scaling = RopeScaling(rope_type="llama3", factor=min(max(1.0, float(divisors.max())), 1e6))
     if theta > 0 and divisors.shape == (head_dim // 2,):
         plain, scaled = (rope_frequencies(Rope(head_dim, theta, x)) for x in (None, scaling))
         if np.allclose(divisors, plain / scaled, rtol=1e-4):

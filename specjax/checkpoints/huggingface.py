@@ -12,7 +12,7 @@ from typing import Any
 
 from specjax.checkpoints.quantization import PACKED, read_kv_exponents, read_quantization
 from specjax.checkpoints.tensors import TensorSource, open_directory
-from specjax.config import DTYPES, DraftConfig, ModelConfig
+from specjax.config import DTYPES, Count, DraftConfig, Epsilon, ModelConfig
 from specjax.json_file import Fields, Flag, PositiveSize, Size
 from specjax.models.layers import ACTIVATIONS
 from specjax.models.registry import FAMILIES, WRAPPERS, refusal
@@ -44,9 +44,9 @@ def huggingface_config(directory: Path, dtype: str) -> ModelConfig:
     config = Fields({**family.defaults, **config.values}, config.where)
     values = layer_sizes(config) | {
         "model_type": model_type,
-        "vocab_size": config.get("vocab_size", Size),
-        "num_layers": config.get("num_hidden_layers", Size),
-        "max_position_embeddings": config.get("max_position_embeddings", Size),
+        "vocab_size": config.get("vocab_size", PositiveSize),
+        "num_layers": config.get("num_hidden_layers", Count),
+        "max_position_embeddings": config.get("max_position_embeddings", PositiveSize),
         "dtype": _resolve_dtype(whole, directory) if dtype == "auto" else dtype,
         "tie_word_embeddings": config.get("tie_word_embeddings", Flag, False),
         "eos_token_ids": _eos_token_ids([whole, config], directory),
@@ -89,17 +89,20 @@ def layer_sizes(config: Fields) -> dict[str, Any]:
     activation = config.get(key, str, "silu")
     if activation not in ACTIVATIONS:
         raise config.wrong(key, f"is not supported; supported: {sorted(ACTIVATIONS)}")
-    heads = config.get("num_attention_heads", PositiveSize)
-    hidden = config.get("hidden_size", Size)
-    head_dim = config.get("head_dim", Size, hidden // heads)
+    heads = config.get("num_attention_heads", Count)
+    hidden = config.get("hidden_size", PositiveSize)
+    head_dim = config.get("head_dim", Count, max(1, hidden // heads))
+    kv_heads = config.get("num_key_value_heads", Count, heads)
+    if heads % kv_heads:
+        raise config.wrong("num_key_value_heads", f"must divide num_attention_heads={heads}")
     return {
         "hidden_size": hidden,
-        "intermediate_size": config.get("intermediate_size", Size),
+        "intermediate_size": config.get("intermediate_size", PositiveSize),
         "num_heads": heads,
-        "num_kv_heads": config.get("num_key_value_heads", Size, heads),
+        "num_kv_heads": kv_heads,
         "head_dim": head_dim,
         "activation": activation,
-        "rms_norm_eps": config.get("rms_norm_eps", float, 1e-6),
+        "rms_norm_eps": config.get("rms_norm_eps", Epsilon, 1e-6),
         **read_rope(config, head_dim),
     }
 
@@ -152,7 +155,7 @@ def draft_config(directory: Path, source: TensorSource, target: ModelConfig) -> 
     attention = f"{'midlayer' if is_eagle3 else 'layers.0'}.self_attn"
     stated = head.body.get("target_hidden_size", Size, target.hidden_size)
     values = draft_sizes(head.layer, stated, target) | {
-        "num_layers": head.layer.get("num_hidden_layers", Size, head.num_layers),
+        "num_layers": head.layer.get("num_hidden_layers", Count, head.num_layers),
         "qkv_bias": head.has(f"{attention}.q_proj.bias"),
         "qk_norm": head.has(f"{attention}.q_norm.weight"),
     }

@@ -13,7 +13,7 @@ from msgspec import Meta
 
 from specjax.adaptive.config import AdaptiveConfig, load_adaptive_config
 from specjax.checks import Natural, Positive, annotations, convert, is_integer, refused
-from specjax.config import KV_DTYPES, MAX_STEPS, QUANTISED
+from specjax.config import KV_DTYPES, MAX_STEPS, QUANTISED, Theta
 from specjax.disaggregation.address import check_secret
 from specjax.sampling.accept_draws import Acceptance
 from specjax.speculative.algorithm import CustomSpecAlgo, SpeculativeAlgorithm
@@ -229,7 +229,7 @@ class EngineArgs:
     speculative_ngram_match_type: str = "BFS"
     speculative_ngram_external_corpus_path: str | PathLike[str] | None = None
     speculative_ngram_external_corpus_max_tokens: Positive = 10_000_000
-    draft_rope_theta: float | None = None
+    draft_rope_theta: Theta | None = None
     tokenizer: str | PathLike[str] | None = None
     chat_template: str | PathLike[str] | None = None
     revision: str | None = None

@@ -4,7 +4,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from specjax.config import Rope
+from specjax.config import Rope, Scale
 from specjax.json_file import Fields, Flag, PositiveSize, Size
 from specjax.models.family import Family, alike, attention_biases, layer_windows, sliding_layers
 from specjax.models.rope import local_theta
@@ -25,9 +25,9 @@ def _gemma2(config: Fields, pattern: int = 2) -> dict[str, Any]:
     return {
         **_gemma(config),
         **layer_windows(config, lambda i: (i + 1) % every > 0),
-        "attention_scale": config.get("query_pre_attn_scalar", float, 256.0) ** -0.5,
-        "attention_softcap": config.get("attn_logit_softcapping", float, None),
-        "logit_softcap": config.get("final_logit_softcapping", float, None),
+        "attention_scale": config.get("query_pre_attn_scalar", Scale, 256.0) ** -0.5,
+        "attention_softcap": config.get("attn_logit_softcapping", Scale, None),
+        "logit_softcap": config.get("final_logit_softcapping", Scale, None),
     }
 
 

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from specjax.config import Scale
 from specjax.json_file import Fields, Flag
 from specjax.models.family import Family, attention_biases, layer_windows
 
@@ -12,10 +13,10 @@ def _llama(config: Fields) -> dict[str, Any]:
 
 def _granite(config: Fields) -> dict[str, Any]:
     return _llama(config) | {
-        "embedding_scale": config.get("embedding_multiplier", float, 1.0),
-        "residual_scale": config.get("residual_multiplier", float, 1.0),
-        "attention_scale": config.get("attention_multiplier", float, 1.0),
-        "logit_scale": 1.0 / (config.get("logits_scaling", float, 1.0) or 1.0),
+        "embedding_scale": config.get("embedding_multiplier", Scale, 1.0),
+        "residual_scale": config.get("residual_multiplier", Scale, 1.0),
+        "attention_scale": config.get("attention_multiplier", Scale, 1.0),
+        "logit_scale": 1.0 / config.get("logits_scaling", Scale, 1.0),
     }
 
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from specjax.config import Rope
+from specjax.config import Rope, Theta
 from specjax.json_file import Fields, Size
 from specjax.models.family import Family, alike, attention_biases, layer_windows, sliding_layers
 from specjax.models.rope import local_theta
@@ -13,7 +13,7 @@ from specjax.models.rope import local_theta
 def _olmo3(config: Fields) -> dict[str, Any]:
     heads = config.get("num_attention_heads", Size)
     head_dim = config.get("head_dim", Size, config.get("hidden_size", Size) // heads)
-    theta = local_theta(config, config.get("rope_theta", float))
+    theta = local_theta(config, config.get("rope_theta", Theta))
 
     def slides(i: int) -> bool:
         return (i + 1) % 4 > 0

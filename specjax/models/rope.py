@@ -6,14 +6,16 @@ gives, so the kernels rotate all heads alike: element i with element i + H / 2.
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from msgspec import Meta
 
-from specjax.config import Rope, RopeScaling
-from specjax.json_file import Fields, Flag, PositiveSize
+from specjax.checks import annotations
+from specjax.config import Rope, RopeScaling, Scale, Theta
+from specjax.json_file import Fields, PositiveSize
 from specjax.kernels.rope_store import Norms
 
 
@@ -117,10 +119,12 @@ def read_rope(config: Fields, head_dim: int) -> dict[str, Any]:
     share = place.get(
         "partial_rotary_factor", float, config.get("partial_rotary_factor", float, 1.0)
     )
-    if not 0.0 < share <= 1.0:
-        raise config.wrong("partial_rotary_factor", "must be above 0 and at most 1")
+    if not 2 / head_dim <= share <= 1.0:
+        place = place if "partial_rotary_factor" in place else config
+        demand = f"must be at most 1 and rotate at least 2 of the {head_dim} dimensions of a head"
+        raise place.wrong("partial_rotary_factor", demand)
     return {
-        "rope_theta": place.get("rope_theta", float, config.get("rope_theta", float, 10000.0)),
+        "rope_theta": place.get("rope_theta", Theta, config.get("rope_theta", Theta, 10000.0)),
         "rope_scaling": _scaling(place, config, int(head_dim * share)),
         "rotary_dim": None if share == 1.0 else int(head_dim * share),
     }
@@ -131,7 +135,7 @@ def local_theta(config: Fields, default: float) -> float:
     place = config.fields("rope_parameters").fields("sliding_attention")
     if place.get("rope_type", str, "default") != "default":
         raise place.wrong("rope_type", "is not supported in layers with a window")
-    return place.get("rope_theta", float, config.get("rope_local_base_freq", float, default))
+    return place.get("rope_theta", Theta, config.get("rope_local_base_freq", Theta, default))
 
 
 _NUMBERS = {
@@ -139,6 +143,7 @@ _NUMBERS = {
     "dynamic": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
 }
+_Mscale = Annotated[float, Meta(ge=0.0, le=1e3)]
 _OLD_NAMES = {"su": "longrope", "mrope": "default"}
 _ORIGINAL = "original_max_position_embeddings"
 
@@ -150,34 +155,39 @@ def _scaling(place: Fields, config: Fields, size: int) -> RopeScaling | None:
     if kind == "default":
         return None
     longest = config.get("max_position_embeddings", PositiveSize)
-    values: dict[str, Any] = {name: place.get(name, float) for name in _NUMBERS.get(kind, ())}
+    kinds = annotations(RopeScaling)
+
+    def read(name: str, default: Any = ...) -> Any:
+        return place.get(name, kinds[name], default)
+
+    values: dict[str, Any] = {name: read(name) for name in _NUMBERS.get(kind, ())}
     if kind in ("llama3", "yarn"):
         # some files of YaRN leave it out, and mean their context before the scaling
-        default = ... if kind == "llama3" else longest
-        values[_ORIGINAL] = place.get(_ORIGINAL, PositiveSize, default)
+        values[_ORIGINAL] = read(_ORIGINAL, ... if kind == "llama3" else longest)
     if kind == "dynamic":
         values[_ORIGINAL] = longest
+        if size < 4:
+            raise config.wrong("head_dim", "must be at least 4 with dynamic rope scaling")
     if kind == "yarn":
-        fast, slow = place.get("beta_fast", float, 32.0), place.get("beta_slow", float, 1.0)
-        values |= {"beta_fast": fast, "beta_slow": slow}
-        values["truncate"] = place.get("truncate", Flag, True)
-        values["llama_4_scaling_beta"] = place.get("llama_4_scaling_beta", float, 0.0)
-        factor = place.get("factor", float, max(1.0, longest / values[_ORIGINAL]))
-        values["factor"], scale = factor, place.get("mscale", float, 0.0)
-        all_scale = place.get("mscale_all_dim", float, 0.0)
+        values |= {"beta_fast": read("beta_fast", 32.0), "beta_slow": read("beta_slow", 1.0)}
+        values["truncate"] = read("truncate", True)
+        values["llama_4_scaling_beta"] = read("llama_4_scaling_beta", 0.0)
+        factor = read("factor", max(1.0, longest / values[_ORIGINAL]))
+        values["factor"], scale = factor, place.get("mscale", _Mscale, 0.0)
+        all_scale = place.get("mscale_all_dim", _Mscale, 0.0)
         attention = _yarn_factor(factor, 1.0)
         if scale and all_scale:
             attention = _yarn_factor(factor, scale) / _yarn_factor(factor, all_scale)
-        values["attention_factor"] = place.get("attention_factor", float, attention)
+        values["attention_factor"] = read("attention_factor", attention)
     if kind == "longrope":
-        original = config.get(_ORIGINAL, PositiveSize, place.get(_ORIGINAL, PositiveSize, longest))
-        factor = place.get("factor", float, max(1.0, longest / original))
+        original = config.get(_ORIGINAL, kinds[_ORIGINAL], read(_ORIGINAL, longest))
+        factor = read("factor", max(1.0, longest / original))
         attention = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1.0 else 1.0
         values |= {_ORIGINAL: original, "factor": factor}
-        values["attention_factor"] = place.get("attention_factor", float, attention)
+        values["attention_factor"] = read("attention_factor", attention)
         for name in ("short_factor", "long_factor"):
-            values[name] = tuple(place.get(name, list[float]))
-            if len(values[name]) != size // 2 or min(values[name]) <= 0:
+            values[name] = tuple(place.get(name, list[Scale]))
+            if len(values[name]) != size // 2:
                 raise place.wrong(name, f"must be {size // 2} numbers above 0, one for each pair")
     return place.build(RopeScaling, {"rope_type": kind} | values)
 

@@ -11,6 +11,8 @@ def _smollm3(config: Fields) -> dict[str, Any]:
     count, heads = (config.get(f"num_{x}", Size) for x in ("hidden_layers", "attention_heads"))
     every = config.get("no_rope_layer_interval", PositiveSize, 4)
     rotates = config.get("no_rope_layers", list[int], [])[:count]  # 0 for a layer without it
+    if rotates and len(rotates) < count:
+        raise config.wrong("no_rope_layers", f"must have one value for each of {count} layers")
     rotates = rotates or [(i + 1) % every for i in range(count)]
     still = Rope(config.get("head_dim", Size, config.get("hidden_size", Size) // heads), 1.0)
     still = still._replace(rotary_dim=0)

@@ -1,0 +1,210 @@
+"""Numbers in configurations: each is refused by file and key, or all scales are finite."""
+
+import json
+import random
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from specjax.checkpoints import open_draft, open_target
+from specjax.checkpoints.block import open_block
+from specjax.config import ModelConfig, Rope, TransformerConfig
+from specjax.models.registry import FAMILIES
+from specjax.models.rope import rope_frequencies
+
+from ..block_files import CASES, BlockCase
+from .files import CONFIG, HEAD_CONFIG, head_tensors, write_directory
+from .test_block import target_at, write
+
+# with another size, the error may name what it disagrees with
+SIZES = ("hidden_size", "block_size", "target_layer_ids", "aux_hidden_state_layer_ids")
+WRONG: list[Any] = [0, -1, 1e300, float("nan"), float("inf"), 10**8, True, "x"]
+ORIGINAL = "original_max_position_embeddings"
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 |= {"original_max_position_embeddings": 64}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+YARN |= {"beta_fast": 32.0, "beta_slow": 1.0, "attention_factor": 1.0, "mscale": 1.0}
+YARN |= {"mscale_all_dim": 0.7, "llama_4_scaling_beta": 0.1}
+LONGROPE = {"rope_type": "longrope", "original_max_position_embeddings": 64, "factor": 2.0}
+LONGROPE |= {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "attention_factor": 1.2}
+GEMMA2 = {"query_pre_attn_scalar": 256, "attn_logit_softcapping": 50.0}
+GEMMA2 |= {"final_logit_softcapping": 30.0, "sliding_window": 32}
+GRANITE = {"embedding_multiplier": 12.0, "residual_multiplier": 0.22}
+GRANITE |= {"attention_multiplier": 0.015625, "logits_scaling": 8.0}
+QWEN = {"sliding_window": 32, "use_sliding_window": True, "max_window_layers": 1}
+# family -> the numbers that only it reads, or that mean more in it
+OF_FAMILY: dict[str, dict[str, Any]] = {
+    "llama": {"head_dim": 8, "partial_rotary_factor": 0.5},
+    "mistral": {"sliding_window": 32, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+    "ministral3": {"rope_parameters": YARN | {"rope_theta": 1e6}},
+    "qwen2": QWEN | {"rope_scaling": YARN},
+    "qwen3": QWEN | {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+    "mimo": {"rope_scaling": LLAMA3},
+    "gemma": {"head_dim": 8},
+    "gemma2": GEMMA2 | {"sliding_window_pattern": 2},
+    "gemma3_text": GEMMA2 | {"sliding_window_pattern": 6, "rope_local_base_freq": 1e4},
+    "phi3": {"original_max_position_embeddings": 64, "rope_scaling": LONGROPE},
+    "olmo3": {
+        "rope_parameters": {
+            "full_attention": YARN | {"rope_theta": 5e5},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        }
+    },
+    "granite": GRANITE,
+    "smollm3": QWEN | {"no_rope_layer_interval": 4, "no_rope_layers": [1, 1, 0]},
+    "glm4": {"partial_rotary_factor": 0.5, "head_dim": 8},
+}
+
+
+def paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The paths of all numbers in a JSON value."""
+    if isinstance(value, dict | list):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, entry in items:
+            yield from paths(entry, (*path, key))
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        yield path
+
+
+def replaced(value: Any, path: tuple[Any, ...], new: Any) -> Any:
+    if not path:
+        return new
+    copy = list(value) if isinstance(value, list) else dict(value)
+    copy[path[0]] = replaced(value[path[0]], path[1:], new)
+    return copy
+
+
+def ropes(config: TransformerConfig) -> Iterator[Rope]:
+    for rope in {config.rope, *getattr(config, "layer_ropes", ())} - {None}:
+        yield from (rope, rope.within(16), rope.within(2**20))
+
+
+def check_scales(config: TransformerConfig) -> None:
+    """All multipliers are finite in float32, and none is 0."""
+    for rope in ropes(config):
+        frequencies = rope_frequencies(rope)
+        assert np.isfinite(frequencies).all()
+        assert (frequencies[: (rope.rotary_dim or rope.head_dim) // 2] > 0).all() or (
+            rope.rotary_dim == 0
+        )
+        scale = rope.scaling.attention_factor if rope.scaling else 1.0
+        assert 0 < np.float32(scale) < np.inf
+    assert 0 < np.float32(config.rms_norm_eps) <= 1
+    if isinstance(config, ModelConfig):
+        values = [config.embedding_scale, config.residual_scale, config.logit_scale]
+        optional = config.attention_scale, config.attention_softcap, config.logit_softcap
+        values += [value for value in optional if value is not None]
+        assert all(0 < np.float32(value) < np.inf for value in values)
+
+
+def check_numbers(file: Path, body: Any, only: Any, act: Callable[[], Any], count: int) -> None:
+    """Replace each number of ``only`` by ``count`` of the wrong values, drawn with a fixed seed."""
+    rng = random.Random(0)
+    file.write_text(json.dumps(body))
+    check_scales(act().config)
+    for path in paths(only):
+        key = next(name for name in reversed(path) if isinstance(name, str))
+        for value in rng.sample(WRONG, count):
+            file.write_text(json.dumps(replaced(body, path, value)))
+            try:
+                check_scales(act().config)
+                continue
+            except ValueError as error:
+                refusal = str(error)
+            assert str(file) in refusal or "model.safetensors" in refusal
+            assert key in refusal or key in SIZES
+
+
+@pytest.mark.parametrize("model_type", OF_FAMILY)
+def test_numbers_of_targets(tmp_path: Path, model_type: str) -> None:
+    own, name = OF_FAMILY[model_type], FAMILIES[model_type].architecture
+    body = CONFIG | own | {"model_type": model_type, "architectures": [name]}
+    only = body if model_type == "llama" else own
+    check_numbers(tmp_path / "config.json", body, only, partial(open_target, tmp_path), 4)
+
+
+@pytest.mark.parametrize("kind", ["eagle-3", "5", "3-gated"])
+def test_numbers_of_drafts(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "draft"
+    target: Any = target_at(tmp_path)
+    if kind == "eagle-3":
+        target = open_target(write_directory(tmp_path / "target", CONFIG, {}))
+        write_directory(path, HEAD_CONFIG | {"rope_scaling": YARN}, head_tensors())
+    else:
+        write(path, CASES[kind])
+    body = json.loads((path / "config.json").read_text())
+    act = open_draft if kind == "eagle-3" else open_block
+    check_numbers(path / "config.json", body, body, partial(act, path, target), 2)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "message"),
+    [
+        ("qwen2", {"rope_scaling": YARN | {"beta_fast": 0}}, "beta_fast=0 must be at least 1e-06"),
+        ("qwen2", {"rope_scaling": YARN | {"beta_slow": 0}}, "beta_slow=0 must be"),
+        ("qwen2", {"rope_scaling": YARN, "rope_theta": 1}, "rope_theta=1 must be above 1.0"),
+        ("qwen2", {"rope_scaling": YARN | {"attention_factor": 1e300}}, "attention_factor=1e"),
+        ("phi3", {"rope_scaling": LONGROPE, ORIGINAL: 1}, f"{ORIGINAL}=1 must be an integer"),
+        ("gemma2", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar=0 must be at least 1e-06"),
+        ("granite", {"logits_scaling": 0}, "logits_scaling=0 must be at least 1e-06"),
+        ("llama", {"head_dim": 2, "rope_scaling": {"type": "dynamic", "factor": 2}}, "head_dim=2"),
+        ("smollm3", {"no_rope_layers": [1]}, r"no_rope_layers=\[1\] must have one value"),
+        ("phi3", {"rope_scaling": LONGROPE | {"short_factor": ["a"]}}, "must be a list of finite"),
+    ],
+)
+def test_refused_numbers(
+    tmp_path: Path, model_type: str, changes: dict[str, Any], message: str
+) -> None:
+    names = {"model_type": model_type, "architectures": [FAMILIES[model_type].architecture]}
+    write_directory(tmp_path, CONFIG | names | changes, {})
+    with pytest.raises(ValueError, match=rf"config\.json.*{message}"):
+        open_target(tmp_path)
+
+
+SLIDING = {"layer_types": ["sliding_attention"], "sliding_window": 4}
+
+
+def check_fast(act: Any, message: str) -> None:
+    before = time.process_time()
+    with pytest.raises(ValueError, match=message):
+        act()
+    assert time.process_time() - before < 0.5  # a loop over 10**8 takes more than 10 s
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_claimed_layers_of_targets(tmp_path: Path, model_type: str) -> None:
+    """The limit is checked before lists of this length are made."""
+    names = {"model_type": model_type, "architectures": [FAMILIES[model_type].architecture]}
+    sizes = {"num_hidden_layers": 10**8, "head_dim": 8}
+    write_directory(tmp_path, CONFIG | QWEN | names | sizes, {})
+    check_fast(lambda: open_target(tmp_path), "num_hidden_layers=100000000 must be .* 1 to 1024")
+
+
+@pytest.mark.parametrize("key", ["num_attention_heads", "num_key_value_heads", "head_dim"])
+def test_claimed_heads(tmp_path: Path, key: str) -> None:
+    """Recipes have index arrays of heads and of their dimensions."""
+    changes = {"partial_rotary_factor": 0.5, key: 2**24}
+    write_directory(tmp_path, CONFIG | changes, {})
+    check_fast(lambda: open_target(tmp_path).recipes(), f"{key}=16777216 must be .* 1 to 1024")
+
+
+@pytest.mark.parametrize("add", [{}, SLIDING])
+def test_claimed_layers_of_drafts(tmp_path: Path, add: dict[str, Any]) -> None:
+    case = BlockCase(format=1, add={"num_hidden_layers": 10**8, **add})
+    path = write(tmp_path / "draft", case)
+    demand = "num_hidden_layers=100000000 must be .* 1 to 1024"
+    check_fast(lambda: open_block(path, target_at(tmp_path)), demand)
+    target = open_target(write_directory(tmp_path / "target", CONFIG, {}))
+    head = write_directory(
+        tmp_path / "head", HEAD_CONFIG | add | {"num_hidden_layers": 10**8}, head_tensors()
+    )
+    check_fast(lambda: open_draft(head, target), demand)
+    tensors = head_tensors(layer="layers.0") | {"layers.99999999.x": np.ones(3)}
+    body = {k: v for k, v in (HEAD_CONFIG | add).items() if k != "num_hidden_layers"}
+    write_directory(head, body, tensors)
+    check_fast(lambda: open_draft(head, target), "num_(hidden_)?layers=100000000 must be .* 1024")
