@@ -24,8 +24,8 @@ Theta = Annotated[float, Meta(gt=1.0, le=1e30)]  # base of rotary frequencies
 
 def check_ranges(config: Any) -> None:
     """Raise ValueError if a field of a dataclass is outside the range that its type states."""
-    for name, kind in annotations(type(config)).items():
-        if any(hasattr(one, "__metadata__") for one in (kind, *get_args(kind))):
+    for name, kind in annotations(config.__class__).items():
+        if any(hasattr(hint, "__metadata__") for hint in (kind, *get_args(kind))):
             convert(name, getattr(config, name), kind)
 
 

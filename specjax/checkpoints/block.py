@@ -24,7 +24,9 @@ from specjax.checkpoints.huggingface import (
     check_fc,
     check_feature_layers,
     draft_sizes,
+    draft_windows,
 )
+from specjax.checkpoints.keys import ReadFields, refuse_unread
 from specjax.checkpoints.target import TargetCheckpoint, default_block_draft, locate
 from specjax.checkpoints.tensors import TensorSource, open_directory
 from specjax.checks import check_integer
@@ -46,13 +48,6 @@ _REFUSED = {
     "LiLiCorr": "LiLiCorrDraftModel lilicorr_hidden_size",
     "XPress": "Qwen3XPressModel xpress xpress_block_size",
     "Nemotron": "has_embed_tokens",
-}
-# settings that change the forward pass, and the only value of each that is supported
-_SUPPORTED = {
-    **dict.fromkeys(("attention_sink_bias", "use_gemma_norm", "final_logit_softcapping"), 0),
-    **dict.fromkeys(("attention_value_scale", "logit_scale", "output_multiplier"), 1),
-    **dict.fromkeys(("input_embedding_scale", "is_neox_style", "rope_is_neox_style"), 1),
-    "partial_rotary_factor": 1,
 }
 _EAGLE_IDS = "eagle_aux_hidden_state_layer_ids"
 _ALIASES = {"encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."}
@@ -147,15 +142,16 @@ class _File:
 
     def __init__(self, directory: Path, source: TensorSource) -> None:
         self.path, self.source = directory / "config.json", source
-        self.top = Fields.read(self.path)
+        self.top = ReadFields(Fields.read(self.path).values, self.path)
         self.layer = self.top.fields("transformer_layer_config")
         dspark, dflash = self.top.fields("dspark_config"), self.top.fields("dflash_config")
         self.places = (dspark, dflash, self.top, self.layer)
         self.kind = self.top.get("speculators_model_type", str, None)
         stated: dict[str, Any] = {}
-        for place in (self.layer, self.top):
+        for place in reversed(self.places):
             stated |= {key: value for key, value in place.values.items() if value is not None}
-        self.body = Fields({**(DEFAULTS["qwen3"] if self.kind else {}), **stated}, self.path)
+        values = {**(DEFAULTS["qwen3"] if self.kind else {}), **stated}
+        self.body = ReadFields(values, self.path, self.top.seen)
         stored = source.infos.get("markov_head.markov_w1.weight")
         rank = next(reversed(stored.shape), 0) if stored else 0
         self.markov_rank: int = self.get("markov_rank", Size, rank)
@@ -226,11 +222,6 @@ def block_config(directory: Path, source: TensorSource, target: TargetCheckpoint
     hidden_size = file.body.get("hidden_size", Size)
     stated = file.get("target_hidden_size", Size, model.hidden_size)
     sizes = draft_sizes(file.body, stated, model)
-    supported = _SUPPORTED | {"rope_dim": sizes["head_dim"]}
-    for place in (*file.places, *map(file.body.fields, ("rope_scaling", "rope_parameters"))):
-        for key, value in supported.items():
-            if key in place and place.values[key] != value:
-                raise place.wrong(key, "is not supported; use another draft")
     if hidden_size != model.hidden_size:
         raise ValueError(
             f"{file.path}: hidden_size={hidden_size} differs from the target's "
@@ -253,9 +244,12 @@ def block_config(directory: Path, source: TensorSource, target: TargetCheckpoint
         "causal": causal,
         "qkv_bias": has_bias,
         "output_bias": has_bias,
+        "mlp_bias": file.body.get("mlp_bias", Flag, False),
     }
     values["has_own_lm_head"] = values["draft_vocab_size"] != model.vocab_size
     values |= _heads(file, hidden_size)
+    seen = file.top.seen - {"partial_rotary_factor"}  # keys of the context are not reordered
+    refuse_unread(file.places, seen, sizes["head_dim"], of_draft=True)
     return file.top.build(BlockConfig, values)
 
 
@@ -292,21 +286,12 @@ def _layout(file: _File, kind: str) -> tuple[bool, int]:
 
 def _attention(file: _File, num_layers: int) -> tuple[tuple[int, ...], tuple[bool, ...]]:
     """Return the window (0 for none) and the causality of each layer."""
-    kinds = file.get("layer_types", list[str], ["full_attention"] * num_layers)
-    if len(kinds) != num_layers or set(kinds) - {"full_attention", "sliding_attention"}:
-        raise ValueError(
-            f"{file.path}: layer_types={kinds} must have 'full_attention' or 'sliding_attention' "
-            f"for each of num_hidden_layers={num_layers}"
-        )
-    slides = [kind == "sliding_attention" for kind in kinds]
-    has_window = [slide or file.get("use_swa", Flag, False) for slide in slides]
-    window = file.get("sliding_window", Size, file.get("swa_window_size", Size, 0))
-    if any(has_window) and not window:
-        raise ValueError(f"{file.path}: layers with sliding attention need sliding_window")
+    forced = file.get("use_swa", Flag, False)
+    slides, windows = draft_windows(file.body, num_layers, forced)
     stated = file.top.get("is_causal", Flag, file.get("causal", Flag, None))
     non_causal = file.get("sliding_window_non_causal", Flag, False)
     causal = [slide and not non_causal if stated is None else stated for slide in slides]
-    return tuple(window if it else 0 for it in has_window), tuple(causal)
+    return windows, tuple(causal)
 
 
 def _feature_layers(file: _File, num_layers: int, target: TargetCheckpoint) -> tuple[int, ...]:

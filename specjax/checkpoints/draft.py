@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -275,12 +276,19 @@ def open_mtp(
     model = huggingface_config(path, target.config.dtype)
     check_pair(path / "config.json", model.vocab_size, model.hidden_size, target.config)
     theta = model.rope_theta if rope_theta is None else rope_theta
-    model = dataclasses.replace(model, windows=(), layer_ropes=())  # of the target's layers
+    for key, values in {"layer_types": model.windows, "rope_parameters": model.layer_ropes}.items():
+        if len(set(values)) > 1:
+            raise ValueError(
+                f"{path / 'config.json'}: {key} differs between layers of the target, so that of "
+                "the multi-token prediction modules is unknown; use another draft"
+            )
+    windows, ropes = (values[:1] * num_modules for values in (model.windows, model.layer_ropes))
     if (format := model.quantization) is not None:
         is_plain = all(source.infos[name].dtype in FLOATS for name in names)
         own = None if is_plain else dataclasses.replace(format, plain=())
         model = dataclasses.replace(model, quantization=own)
-    config = dataclasses.replace(model, num_layers=num_modules, rope_theta=theta)
+    sizes: Any = {"num_layers": num_modules, "windows": windows, "layer_ropes": ropes}
+    config = dataclasses.replace(model, rope_theta=theta, **sizes)
     return MtpCheckpoint(config, path, lambda: source)
 
 

@@ -23,6 +23,7 @@ from specjax.checks import check_integer
 from specjax.config import (
     BlockConfig,
     DraftConfig,
+    FeatureConfig,
     ModelConfig,
     Quantization,
     TransformerConfig,
@@ -35,6 +36,7 @@ _PUBLISHED = {
     "num_attention_heads": "num_heads",
     "num_key_value_heads": "num_kv_heads",
     "attention_bias": "qkv_bias",
+    "mlp_bias": "mlp_bias",
     "tie_word_embeddings": "ties_lm_head",
     "torch_dtype": "dtype",
     "fc_norm": "has_fc_norm",
@@ -201,6 +203,11 @@ def published_target(config: ModelConfig) -> dict[str, Any]:
     }
 
 
+def _published_windows(config: FeatureConfig) -> dict[str, Any]:
+    kinds = ["sliding_attention" if window else "full_attention" for window in config.windows]
+    return {"layer_types": kinds, "sliding_window": max(config.windows) or None}
+
+
 def _published_head(config: DraftConfig) -> dict[str, Any]:
     values = dataclasses.asdict(config)
     return {
@@ -208,6 +215,7 @@ def _published_head(config: DraftConfig) -> dict[str, Any]:
         "model_type": "llama",
         "hidden_act": config.activation,
         **{name: values[ours] for name, ours in _PUBLISHED.items()},
+        **(_published_windows(config) if config.windows else {}),
         "eagle_config": {
             "eagle_aux_hidden_state_layer_ids": list(config.feature_layers),
             "use_aux_hidden_state": True,
@@ -216,15 +224,18 @@ def _published_head(config: DraftConfig) -> dict[str, Any]:
 
 
 def _published_block(config: BlockConfig) -> dict[str, Any]:
-    slides, window = [window > 0 for window in config.windows], max(config.windows)
+    slides = [window > 0 for window in config.windows]
     by_default = {  # causality of each layer -> the keys that express it
         tuple(slides): {"sliding_window_non_causal": False},
         (False,) * config.num_layers: {"sliding_window_non_causal": True},
         (True,) * config.num_layers: {"is_causal": True},
     }
     values = dataclasses.asdict(config)
-    body = {"qkv_bias", *(field.name for field in dataclasses.fields(TransformerConfig))}
-    kinds = ["sliding_attention" if slide else "full_attention" for slide in slides]
+    body = {
+        "qkv_bias",
+        "mlp_bias",
+        *(field.name for field in dataclasses.fields(TransformerConfig)),
+    }
     algorithm = "dspark" if config.markov_head else "dflash"
     method = {"proposal_type": "greedy", "speculative_tokens": config.num_drafts}
     return {
@@ -234,8 +245,7 @@ def _published_block(config: BlockConfig) -> dict[str, Any]:
             "model_type": "qwen3",
             "hidden_act": config.activation,
             **{name: values[ours] for name, ours in _PUBLISHED.items() if ours in body},
-            "layer_types": kinds,
-            "sliding_window": window or None,
+            **_published_windows(config),
         },
         "torch_dtype": config.dtype,
         "target_hidden_size": config.target_hidden_size,

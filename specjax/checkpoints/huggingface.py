@@ -10,10 +10,12 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+from specjax.checkpoints.keys import ReadFields, refuse_unread
 from specjax.checkpoints.quantization import PACKED, read_kv_exponents, read_quantization
 from specjax.checkpoints.tensors import TensorSource, open_directory
 from specjax.config import DTYPES, Count, DraftConfig, Epsilon, ModelConfig
 from specjax.json_file import Fields, Flag, PositiveSize, Size
+from specjax.models.family import sliding_layers
 from specjax.models.layers import ACTIVATIONS
 from specjax.models.registry import FAMILIES, WRAPPERS, refusal
 from specjax.models.rope import read_rope
@@ -41,7 +43,7 @@ def huggingface_config(directory: Path, dtype: str) -> ModelConfig:
         demand = f"is not supported for model_type={model_type!r}; supported: {family.architecture}"
         raise config.wrong("architectures", demand)
     # null means that the model lacks the feature, not that it has the default
-    config = Fields({**family.defaults, **config.values}, config.where)
+    config = ReadFields({**family.defaults, **config.values}, config.where)
     values = layer_sizes(config) | {
         "model_type": model_type,
         "vocab_size": config.get("vocab_size", PositiveSize),
@@ -60,7 +62,9 @@ def huggingface_config(directory: Path, dtype: str) -> ModelConfig:
     if is_wrapped:  # their settings for the text model are often absent or wrong
         heads = {"lm_head.weight", f"lm_head.weight{PACKED}"}
         values["tie_word_embeddings"] = heads.isdisjoint(source().infos)
-    return config.build(family.config, values | family.read(config))
+    values |= family.read(config)
+    refuse_unread([config], config.seen, values["head_dim"], of_draft=False)
+    return config.build(family.config, values)
 
 
 def open_text(directory: Path) -> TensorSource:
@@ -152,15 +156,47 @@ def draft_config(directory: Path, source: TensorSource, target: ModelConfig) -> 
     """Read a head's configuration for a target; tensors have canonical names (``midlayer.*``)."""
     head = _Head(directory, source, target)
     is_eagle3 = head.has("midlayer.hidden_norm.weight")
-    attention = f"{'midlayer' if is_eagle3 else 'layers.0'}.self_attn"
+    layer = "midlayer" if is_eagle3 else "layers.0"
     stated = head.body.get("target_hidden_size", Size, target.hidden_size)
     values = draft_sizes(head.layer, stated, target) | {
         "num_layers": head.layer.get("num_hidden_layers", Count, head.num_layers),
-        "qkv_bias": head.has(f"{attention}.q_proj.bias"),
-        "qk_norm": head.has(f"{attention}.q_norm.weight"),
+        "qkv_bias": head.has(f"{layer}.self_attn.q_proj.bias"),
+        "output_bias": head.has(f"{layer}.self_attn.o_proj.bias"),
+        "mlp_bias": head.has(f"{layer}.mlp.up_proj.bias"),
+        "qk_norm": head.has(f"{layer}.self_attn.q_norm.weight"),
     }
+    for key, has_bias in {"attention_bias": "qkv_bias", "mlp_bias": "mlp_bias"}.items():
+        if head.layer.get(key, Flag, False) and not values[has_bias]:
+            raise head.layer.wrong(key, f"needs biases, but {source.path} has none in {layer!r}")
+    windows = draft_windows(head.layer, values["num_layers"])[1]
+    values["windows"] = windows if any(windows) else ()
     values |= _eagle3_values(head) if is_eagle3 else _eagle_values(head)
+    refuse_unread(head.places, head.body.seen, values["head_dim"], of_draft=True)
     return head.body.build(DraftConfig, values)
+
+
+def draft_windows(
+    config: ReadFields, num_layers: int, forced: bool = False
+) -> tuple[list[bool], tuple[int, ...]]:
+    """Read which layers of a draft slide, and the window of each layer, 0 for none.
+
+    Without ``layer_types``, ``use_sliding_window`` makes the layers from ``max_window_layers`` on
+    slide; files of speculators omit the latter if it has Qwen's default. ``forced`` gives a window
+    to all layers.
+    """
+    is_qwen = config.get("model_type", str, "").startswith("qwen")
+    first = config.get("max_window_layers", Size, 28 if is_qwen else 0)
+    window = config.get("sliding_window", Size, config.get("swa_window_size", Size, 0))
+    is_on = config.get("use_sliding_window", Flag, False if is_qwen or forced else None)
+    if window and is_on is None and "layer_types" not in config:
+        demand = "needs layer_types, or use_sliding_window; set one to tell which layers have it"
+        raise config.wrong("sliding_window", demand)
+    values = {**config.values, "num_hidden_layers": num_layers}
+    sized = ReadFields(values, config.where, config.seen)
+    slides = sliding_layers(sized, lambda i: bool(is_on and window) and i >= first)
+    if (forced or any(slides)) and not window:
+        raise ValueError(f"{config.where}: layers with sliding attention need sliding_window")
+    return slides, tuple(window if forced or slide else 0 for slide in slides)
 
 
 ANOTHER_HEAD = "set draft to a head of this target, or speculative_algorithm to 'NGRAM'"
@@ -207,13 +243,15 @@ class _Head:
     def __init__(self, directory: Path, source: TensorSource, target: ModelConfig) -> None:
         self.path = directory / "config.json"
         self.source, self.target = source, target
-        self.body = Fields.read(self.path)
+        self.body = ReadFields(Fields.read(self.path).values, self.path)
         self.eagle = self.body.fields("eagle_config")
         self.is_speculators = "transformer_layer_config" in self.body
         nested = self.body.fields("transformer_layer_config")
+        self.places = (self.body, nested, self.eagle)
         defaults = DEFAULTS.get(nested.get("model_type", str, ""), {})
         stated = {key: value for key, value in self.body.values.items() if value is not None}
-        self.layer = Fields({**defaults, **nested.values, **stated}, self.path)
+        values = {**defaults, **nested.values, **stated}
+        self.layer = ReadFields(values, self.path, self.body.seen)
         self.hidden_size = self.layer.get("hidden_size", Size)
 
     def flag(self, name: str, default: bool = False) -> bool:

@@ -26,6 +26,7 @@ from specjax.models.family import (
     Recipe,
     Recipes,
     decoder_layer,
+    draft_kinds,
     linear,
     vectors,
     vocabulary_recipes,
@@ -34,7 +35,6 @@ from specjax.models.layers import (
     Attend,
     DecoderLayer,
     Embedding,
-    LayerKind,
     Linear,
     RMSNorm,
     Store,
@@ -98,7 +98,7 @@ class BlockDraft(DraftHead):
             size, config.num_layers * kv_size, bias=config.qkv_bias, dtypes=dtypes
         )
         self.layers = nnx.List(
-            DecoderLayer(config, kind, implementation) for kind in block_kinds(config)
+            DecoderLayer(config, kind, implementation) for kind in draft_kinds(config)
         )
         self.norm = RMSNorm(config, size, implementation=implementation)
         self.markov = MarkovHead(config) if config.markov_head else None
@@ -163,10 +163,6 @@ class BlockDraft(DraftHead):
         return self.norm.add(x, delta)[1], kv
 
 
-def block_kinds(config: BlockConfig) -> tuple[LayerKind, ...]:
-    return tuple(LayerKind.of(config, window=window or None) for window in config.windows)
-
-
 def block_recipes(config: BlockConfig) -> Recipes:
     """Recipes for all weights of a block drafter, by weight name; tensors have canonical names."""
     size, dtypes, rank = config.hidden_size, config.dtypes, config.markov_rank
@@ -177,7 +173,7 @@ def block_recipes(config: BlockConfig) -> Recipes:
     names = [f"layers.{i}.self_attn.{x}_proj" for x in "kv" for i in range(config.num_layers)]
     parts = dict.fromkeys(names, kv_size)
     recipes |= linear("context", parts, size, dtypes, bias=config.qkv_bias)
-    for i, kind in enumerate(block_kinds(config)):
+    for i, kind in enumerate(draft_kinds(config)):
         recipes |= decoder_layer(config, kind, f"layers.{i}.", f"layers.{i}.")
     if config.markov_head:
         table = Part("markov_head.markov_w1.weight", (config.vocab_size, rank))

@@ -24,6 +24,7 @@ from jax import Array
 from specjax.config import BlockConfig, DraftConfig, ModelConfig
 from specjax.kernels.add_norm import whole
 from specjax.models.decoder import CausalLM, TargetVocabulary
+from specjax.models.family import draft_kinds
 from specjax.models.layers import (
     MLP,
     Attend,
@@ -105,7 +106,8 @@ class Eagle3Head(DraftHead):
 
     def __init__(self, config: DraftConfig, implementation: str | None = None) -> None:
         super().__init__(config)
-        size, norm, kind = config.hidden_size, partial(RMSNorm, config), LayerKind.of(config)
+        size, norm = config.hidden_size, partial(RMSNorm, config)
+        kind, *kinds = draft_kinds(config)
         self.attention = Attention(config, kind, in_size=2 * size, implementation=implementation)
         self.post_attention_norm = norm(size, implementation=implementation)
         self.mlp = MLP(config, kind, implementation)
@@ -114,9 +116,7 @@ class Eagle3Head(DraftHead):
         fc_norms = (norm(config.target_hidden_size) for _ in config.feature_layers)
         self.fc_norms = nnx.List(fc_norms) if config.has_fc_norm else None
         self.input_norm, self.hidden_norm, self.norm = norm(size), norm(size), norm(size)
-        self.layers = nnx.List(
-            DecoderLayer(config, kind, implementation) for _ in range(config.num_layers - 1)
-        )
+        self.layers = nnx.List(DecoderLayer(config, each, implementation) for each in kinds)
         mask = jnp.zeros((1, 1, config.feature_size), config.dtypes.activations)
         self.mask_hidden = None if config.mask_token_id is None else nnx.Param(mask, stddev=1.0)
 
@@ -178,8 +178,8 @@ class EagleHead(DraftHead):
         in_size = size + config.target_hidden_size
         self.fc = Linear(in_size, size, bias=config.fc_bias, dtypes=config.dtypes)
         self.layers = nnx.List(
-            DecoderLayer(config, LayerKind.of(config), implementation, has_input_norm=i > 0)
-            for i in range(config.num_layers)
+            DecoderLayer(config, kind, implementation, has_input_norm=i > 0)
+            for i, kind in enumerate(draft_kinds(config))
         )
 
     def fuse(self, features: Array) -> Array:

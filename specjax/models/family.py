@@ -6,7 +6,15 @@ from typing import Any
 
 import numpy as np
 
-from specjax.config import BlockConfig, DraftConfig, Dtypes, ModelConfig, Rope, TransformerConfig
+from specjax.config import (
+    BlockConfig,
+    Count,
+    DraftConfig,
+    Dtypes,
+    ModelConfig,
+    Rope,
+    TransformerConfig,
+)
 from specjax.json_file import Fields, Flag, Size
 from specjax.models.layers import LayerKind
 from specjax.models.rope import rotated_rows
@@ -85,6 +93,12 @@ def draft_recipes(config: DraftConfig) -> Recipes:
         recipes |= decoder_layer(config, kind, f"layers.{i}.", f"layers.{i}.")
     del recipes["layers.0.input_norm.scale"]  # the first layer has no input norm
     return recipes
+
+
+def draft_kinds(config: DraftConfig | BlockConfig) -> tuple[LayerKind, ...]:
+    """The kinds of a draft's layers, which differ only in their windows."""
+    windows = config.windows or (0,) * config.num_layers
+    return tuple(LayerKind.of(config, window=window or None) for window in windows)
 
 
 def vocabulary_recipes(config: DraftConfig | BlockConfig) -> dict[str, Recipe]:
@@ -288,7 +302,7 @@ def attention_biases(config: Fields) -> dict[str, Any]:
 
 def sliding_layers(config: Fields, slides: Callable[[int], bool]) -> list[bool]:
     """Read which layers have a window; ``slides(i)`` decides without ``layer_types``."""
-    kinds, count = config.get("layer_types", list[str], []), config.get("num_hidden_layers", Size)
+    kinds, count = config.get("layer_types", list[str], []), config.get("num_hidden_layers", Count)
     if unknown := sorted(set(kinds) - {"sliding_attention", "full_attention"}):
         raise config.wrong("layer_types", f"has kinds {unknown} that are not supported")
     if kinds and len(kinds) != count:

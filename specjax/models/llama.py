@@ -8,7 +8,8 @@ from specjax.models.family import Family, attention_biases, layer_windows
 
 
 def _llama(config: Fields) -> dict[str, Any]:
-    return attention_biases(config) | {"mlp_bias": config.get("mlp_bias", Flag, False)}
+    windows = layer_windows(config, lambda i: False)  # only if layer_types names the layers
+    return attention_biases(config) | windows | {"mlp_bias": config.get("mlp_bias", Flag, False)}
 
 
 def _granite(config: Fields) -> dict[str, Any]:

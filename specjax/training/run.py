@@ -158,18 +158,22 @@ def run(args: argparse.Namespace) -> None:
 
 def open_initial(args: argparse.Namespace, target: TargetCheckpoint) -> Any:
     """Open the draft that training starts from."""
-    if args.algorithm != "EAGLE3":
+    opened: Any
+    if args.algorithm == "EAGLE3":
+        opened = open_draft(args.initial, target, checkpoint_format="eagle-3")
+        is_other = any(opened.config.windows)
+    else:
         opened = open_block(args.initial, target)
         config = opened.config
         if (config.markov_head is None) != (args.algorithm == "DFLASH"):
             raise ValueError(f"--initial {args.initial} is not for --algorithm {args.algorithm}")
-        if any((*config.windows, *config.causal, config.qkv_bias)):
-            raise ValueError(
-                f"--initial {args.initial}: drafters with sliding windows, causal layers or biases "
-                "cannot be trained; leave --initial out"
-            )
-        return opened
-    return open_draft(args.initial, target, checkpoint_format="eagle-3")
+        is_other = any((*config.windows, *config.causal, config.qkv_bias))
+    if is_other:
+        raise ValueError(
+            f"--initial {args.initial}: drafts with sliding windows, and block drafters with "
+            "causal layers or biases, cannot be trained; leave --initial out"
+        )
+    return opened
 
 
 def draft_config(args: argparse.Namespace, model: ModelConfig) -> DraftConfig | BlockConfig:

@@ -62,3 +62,41 @@ def test_one_row_a_request_is_that_row_of_the_full_pass(config, dtype):
     # the comparison is meaningful: rows differ, and every layer has stored KV
     assert np.abs(expected - np.asarray(everything[:, 0], np.float32)).max() > 0.1
     assert all((np.asarray(kv[i]) != np.asarray(pool[i])).any() for i in range(config.num_layers))
+
+
+WINDOWED = {
+    "eagle3": replace(EAGLE3, windows=(3,)),
+    "p-eagle": replace(EAGLE3, windows=(0, 3), num_layers=2, mask_token_id=7),
+    "eagle": replace(EAGLE, windows=(3,)),
+}
+
+
+@pytest.mark.parametrize("config", WINDOWED.values(), ids=WINDOWED)
+def test_a_layer_with_a_window_does_not_read_the_keys_before_it(config):
+    """In chunks and in branches of a tree: other keys before the window change nothing."""
+    head = FlatModel.of(partial(build_head, config)).rebuild(head_weights(config))
+    rng, lens = np.random.default_rng(0), jnp.array([9], jnp.int32)
+    view = PageView(jnp.arange(1, PAGES + 1, dtype=jnp.int32)[None], PAGE_SIZE, "xla")
+    layer, count = len(config.windows) - 1, (PAGES + 1) * PAGE_SIZE
+    shape = (config.num_layers, count, 2, config.num_kv_heads, config.head_dim)
+    pool, rows = rng.normal(size=shape), (1, 2, config.hidden_size)
+    embeds, hidden = (jnp.asarray(rng.normal(size=rows), jnp.float32) for _ in range(2))
+
+    @jax.jit
+    def run(kv):
+        chunk = lens[:, None] + jnp.arange(2, dtype=jnp.int32)
+        flat = jnp.full((1, 2), 9, jnp.int32)
+        tree = view.attend(lens, 2, tree_mask=jnp.eye(2, dtype=bool)[None], positions=flat)
+        pairs = (chunk, view.attend(lens, 2)), (flat, tree)
+        return [head(embeds, hidden, places, kv, attend)[0] for places, attend in pairs]
+
+    def changed(first, end):
+        """The states if the last layer's keys and values at these positions are others."""
+        other = pool.copy()
+        other[layer, PAGE_SIZE + first : PAGE_SIZE + end] += 1.0
+        return run(jnp.asarray(other, jnp.float32))
+
+    states = run(jnp.asarray(pool, jnp.float32))
+    for state, before, inside in zip(states, changed(0, 7), changed(7, 8), strict=True):
+        np.testing.assert_array_equal(state, before)
+        assert np.abs(state[:, 0] - inside[:, 0]).max() > 1e-3
