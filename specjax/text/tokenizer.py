@@ -1,7 +1,7 @@
 """Tokenizer of a checkpoint: encoding, decoding, chat templates and incremental decoding."""
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -64,7 +64,8 @@ class Tokenizer:
                 "skip_tokenizer_init=True and give input_ids"
             )
         try:
-            backend = tokenizers.Tokenizer.from_file(str(file))
+            backend = _call(tokenizers.Tokenizer.from_file, str(file))
+            _check_panics(backend)
         except Exception as error:  # tokenizers raises plain Exception
             raise ValueError(f"the tokenizers library cannot read {file}: {error}") from error
         names = "special_tokens_map.json", "tokenizer_config.json"
@@ -107,9 +108,10 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Encode ``text``. Raises ValueError for a lone surrogate, as from undecodable bytes."""
         text.encode("utf-8")  # raises UnicodeEncodeError; the backend would raise a TypeError
+        special: Any = {"add_special_tokens": add_special_tokens}
         if len(text) < LONG_TEXT:
-            return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
-        [found] = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+            return _call(self.backend.encode, text, **special).ids
+        [found] = _call(self.backend.encode_batch_fast, [text], **special)
         return found.ids
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
@@ -117,7 +119,7 @@ class Tokenizer:
         plain = [int(i) for i in ids]
         if plain and min(plain) < 0:
             raise ValueError(f"token id {min(plain)} is negative")
-        return self.backend.decode(plain, skip_special_tokens=skip_special_tokens)
+        return _call(self.backend.decode, plain, skip_special_tokens=skip_special_tokens)
 
     def apply_chat_template(
         self,
@@ -132,6 +134,32 @@ class Tokenizer:
         scope = {"tools": None, "documents": None} | self.special_tokens | variables
         scope["add_generation_prompt"] = add_generation_prompt
         return render_chat_template(self.chat_template, messages, scope)
+
+
+def _call(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Call the tokenizers library; a panic of it, which is not an Exception, is a ValueError."""
+    try:
+        return function(*args, **options)
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        message = f"tokenizer.json is damaged: {function.__name__} fails: {error}"
+        raise ValueError(message) from error
+
+
+def _check_panics(backend: tokenizers.Tokenizer) -> None:
+    """Encode and decode long runs of characters; raise ValueError if the library panics.
+
+    It panics for a regular expression that backtracks too often, after 0.2 s.
+    """
+    text = "".join(64 * letter + "!" for letter in "aA0 .-_\n\u00e9\u4e00")
+    try:
+        ids = _call(backend.encode, text).ids
+        for sample in ids, ids[:1], ids[-1:]:
+            _call(backend.decode, sample)
+    except Exception as error:
+        if isinstance(error, ValueError):  # others: the vocabulary may lack a character
+            raise
 
 
 def unique_ids(ids: Iterable[int | None]) -> tuple[int, ...]:
@@ -181,15 +209,21 @@ def _added_tokens(config: Fields) -> list[tuple[int, Fields]]:
 def set_template(
     backend: tokenizers.Tokenizer, special: Mapping[str, str], config: Fields, prefix: str = ""
 ) -> None:
-    """Make the encoder add BOS and EOS according to ``add_bos_token`` and ``add_eos_token``."""
-    bos, eos = (
-        [token]
-        if config.get(f"{prefix}add_{name}", Flag, False) and (token := special.get(name))
-        else []
-        for name in ("bos_token", "eos_token")
-    )
-    ids = [(token, backend.token_to_id(token)) for token in {*bos, *eos}]
-    single = [*bos, "$A", *eos]
+    """Make the encoder add BOS and EOS according to ``add_bos_token`` and ``add_eos_token``.
+
+    Where a flag is absent, the encoder still adds what its own post-processor adds.
+    """
+    text = next(iter(special.values()), "a")
+    encoded = _call(backend.encode, text)
+    places = [i for i, number in enumerate(encoded.sequence_ids) if number is not None]
+    begin, end = (places[0], places[-1] + 1) if places else (0, 0)
+    sides = []
+    for name, own in ("bos_token", encoded.tokens[:begin]), ("eos_token", encoded.tokens[end:]):
+        if (is_added := config.get(f"{prefix}add_{name}", Flag, None)) is not None:
+            own = [special[name]] if is_added and name in special else []
+        sides.append(own)
+    ids = [(token, backend.token_to_id(token)) for token in {*sides[0], *sides[1]}]
+    single = [*sides[0], "$A", *sides[1]]
     backend.post_processor = TemplateProcessing(single=single, pair=None, special_tokens=ids)
 
 
@@ -228,7 +262,8 @@ class IncrementalDecoder:
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
         # generated ids need no check
-        self._decode = partial(tokenizer.backend.decode, skip_special_tokens=skip_special_tokens)
+        decode = tokenizer.backend.decode
+        self._decode = partial(_call, decode, skip_special_tokens=skip_special_tokens)
         self._is_bytewise = isinstance(tokenizer.backend.decoder, decoders.ByteLevel)
         self._context: list[int] = []
         self._pending: list[int] = []

@@ -15,6 +15,7 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers
+from tokenizers.processors import TemplateProcessing
 
 from specjax.checkpoints import open_target
 from specjax.checkpoints.gguf import GGUFFile, tokenizer_from_gguf
@@ -510,3 +511,68 @@ def test_stream_keeps_spaces_after_skipped_tokens() -> None:
     assert eos is not None
     decoder = IncrementalDecoder(tokenizer)
     assert [decoder.push([i]) for i in (eos, one, eos, two)] == ["", "a", "", " b"]
+
+
+FLAGS = [None, False, True]
+
+
+@pytest.mark.parametrize("own", ["$A", "<s> $A", "$A </s>", "<s> $A </s>"])
+@pytest.mark.parametrize("bos", FLAGS)
+@pytest.mark.parametrize("eos", FLAGS)
+def test_absent_flags_leave_the_post_processor(
+    tmp_path: Path, own: str, bos: bool | None, eos: bool | None
+) -> None:
+    """transformers writes only flags that differ from the defaults of the tokenizer's class."""
+    original = byte_fallback_tokenizer()
+    ids = [(token, original.backend.token_to_id(token)) for token in ("<s>", "</s>")]
+    template = TemplateProcessing(single=own, pair=None, special_tokens=ids)
+    original.backend.post_processor = template
+    flags = {"add_bos_token": bos, "add_eos_token": eos}
+    stated = {name: flag for name, flag in flags.items() if flag is not None}
+    tokenizer = Tokenizer.from_pretrained(save(tmp_path, original, **stated))
+    first = own.startswith("<s>") if bos is None else bos
+    last = own.endswith("</s>") if eos is None else eos
+    middle = tokenizer.encode("ab", add_special_tokens=False)
+    assert len(middle) == 2
+    assert tokenizer.encode("ab") == [1] * first + middle + [2] * last
+
+
+SPLIT = {"type": "Split", "behavior": "Isolated", "invert": False}
+PANICS: dict[str, dict[str, Any]] = {
+    "charsmap": {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}},
+    "strip": {"decoder": {"type": "Strip", "content": "a", "start": 0, "stop": 10**9}},
+    "regex": {"pre_tokenizer": SPLIT | {"pattern": {"Regex": "(a+)+$"}}},
+    "regex of digits": {"pre_tokenizer": SPLIT | {"pattern": {"Regex": r"(\d|[0-9]x?)*$"}}},
+}
+
+
+def panicking(path: Path, name: str) -> Path:
+    save(path, byte_fallback_tokenizer())
+    body = json.loads((path / "tokenizer.json").read_text())
+    (path / "tokenizer.json").write_text(json.dumps(body | PANICS[name]))
+    return path
+
+
+@pytest.mark.parametrize("name", PANICS)
+def test_panics_of_the_library_are_refused_with_the_file(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ValueError, match=r"cannot read .*tokenizer\.json"):
+        Tokenizer.from_pretrained(panicking(tmp_path, name))
+
+
+def test_a_panic_ends_one_call(tmp_path: Path) -> None:
+    """A text that the check at load does not have."""
+    body = SPLIT | {"pattern": {"Regex": "(q+)+$"}}
+    save(tmp_path, byte_fallback_tokenizer())
+    file = tmp_path / "tokenizer.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"pre_tokenizer": body}))
+    tokenizer = Tokenizer.from_pretrained(tmp_path)
+    for text in "q" * 40 + "!", "q" * LONG_TEXT + "!":
+        with pytest.raises(ValueError, match=r"encode.* fails: .*retry-limit"):
+            tokenizer.encode(text)
+    assert len(tokenizer.encode("ab")) == 2
+    tokenizer.backend.decoder = decoders.Strip("b", 0, 10**9)
+    ids = [tokenizer.backend.token_to_id("b")]
+    with pytest.raises(ValueError, match="decode fails: index out of bounds"):
+        tokenizer.decode(ids)
+    with pytest.raises(ValueError, match="decode fails"):
+        IncrementalDecoder(tokenizer).push(ids)
