@@ -61,7 +61,7 @@ class SamplingParams:
         min_new_tokens: minimum completion tokens before an end token; stop strings still apply.
         n: number of completions per prompt.
         stop: strings that end the request, at most 128 of at most 256 characters (one per --stop);
-            they are removed from the text.
+            they are removed from the text. A string that is a special token stops at this token.
         no_stop_trim: keep the stop string or end token that ended the request in the text.
         skip_special_tokens: leave special tokens out of the text.
         stop_token_ids: token ids that end the request, in addition to the model's end tokens.

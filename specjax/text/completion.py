@@ -7,9 +7,7 @@ from collections.abc import Callable, Sequence
 
 from tokenizers.pre_tokenizers import ByteLevel
 
-from specjax.text.tokenizer import IncrementalDecoder, Tokenizer
-
-_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+from specjax.text.tokenizer import BYTE, IncrementalDecoder, Tokenizer
 
 
 class CompletionText:
@@ -17,7 +15,8 @@ class CompletionText:
 
     With stop strings every token is decoded on arrival, because the token that completes a stop
     string ends the request. Without stop strings, tokens are decoded when the text is read, outside
-    the scheduler's step. Without a decoder, the text stays empty.
+    the scheduler's step. Without a decoder, the text stays empty. A stop string that is a special
+    token also stops if the text leaves such tokens out.
     """
 
     def __init__(
@@ -25,6 +24,9 @@ class CompletionText:
     ) -> None:
         self._decoder = decoder
         self._keeps_stop = keeps_stop
+        self._skipped_stops = dict[int, str]()
+        if isinstance(decoder, IncrementalDecoder):  # tests have others
+            self._skipped_stops = decoder.skipped_among(stops)
         # a stop string that begins with another one is never found first, so it is left out
         self._stops: list[str] = []
         for stop in sorted(stops):
@@ -50,6 +52,11 @@ class CompletionText:
             self._is_flush_pending |= flush
             return len(tokens), None
         for i, token in enumerate(tokens):
+            if (skipped := self._skipped_stops.get(token)) is not None:
+                self._is_flush_pending = True
+                self._decode()
+                self._text += skipped * self._keeps_stop
+                return i + 1, skipped
             self._pending.append(token)
             if (found := self._find_stop(self._starts)) is not None:
                 return i + 1, found
@@ -187,7 +194,7 @@ class TokenTexts:
             if all(letter in self._alphabet for letter in piece):
                 return bytes(self._alphabet[letter] for letter in piece)
             return piece.encode()
-        if found := _BYTE.fullmatch(piece):
+        if found := BYTE.fullmatch(piece):
             return bytes([int(found[1], 16)])
         return piece.replace("\u2581", " ").encode()
 

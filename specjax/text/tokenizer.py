@@ -1,8 +1,10 @@
 """Tokenizer of a checkpoint: encoding, decoding, chat templates and incremental decoding."""
 
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property, partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 # holds it for 0.9 s per million characters (tokenizers 0.23).
 LONG_TEXT = 4096
 _REPLACEMENT = "\ufffd"
+BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # a token for a single byte
 
 
 class Tokenizer:
@@ -119,7 +122,31 @@ class Tokenizer:
         plain = [int(i) for i in ids]
         if plain and min(plain) < 0:
             raise ValueError(f"token id {min(plain)} is negative")
-        return _call(self.backend.decode, plain, skip_special_tokens=skip_special_tokens)
+        return self.decode_generated(plain, skip_special_tokens)
+
+    def decode_generated(self, ids: list[int], skip_special_tokens: bool) -> str:
+        """Decode ids without a check. Bytes that belong to no character become U+FFFD.
+
+        The backend would also replace the valid characters of a run of tokens for single bytes.
+        """
+        text: str = _call(self.backend.decode, ids, skip_special_tokens=skip_special_tokens)
+        if _REPLACEMENT not in text or not self._has_byte_tokens:
+            return text
+        skipped = self.special_ids if skip_special_tokens else ()
+        tokens = map(self.backend.id_to_token, ids)
+        pieces = [token for token in tokens if token and token not in skipped]
+        return str(_call(self.backend.decoder.decode, _with_valid_bytes(pieces)))
+
+    @cached_property
+    def _has_byte_tokens(self) -> bool:
+        decoder = self.backend.decoder
+        return decoder is not None and b"ByteFallback" in decoder.__getstate__()
+
+    @cached_property
+    def special_ids(self) -> dict[str, int]:
+        """Special tokens, which texts may leave out, with their ids."""
+        added = self.backend.get_added_tokens_decoder().items()
+        return {token.content: token_id for token_id, token in added if token.special}
 
     def apply_chat_template(
         self,
@@ -160,6 +187,19 @@ def _check_panics(backend: tokenizers.Tokenizer) -> None:
     except Exception as error:
         if isinstance(error, ValueError):  # others: the vocabulary may lack a character
             raise
+
+
+def _with_valid_bytes(tokens: list[str]) -> list[str]:
+    """Replace tokens for single bytes that belong to no character by U+FFFD."""
+    valid = list[str]()
+    for is_byte, run in groupby(tokens, lambda token: BYTE.fullmatch(token) is not None):
+        if not is_byte:
+            valid += run
+            continue
+        for letter in bytes(int(token[3:5], 16) for token in run).decode(errors="replace"):
+            is_valid = letter != _REPLACEMENT
+            valid += [f"<0x{byte:02X}>" for byte in letter.encode()] if is_valid else [letter]
+    return valid
 
 
 def unique_ids(ids: Iterable[int | None]) -> tuple[int, ...]:
@@ -262,39 +302,59 @@ class IncrementalDecoder:
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
         # generated ids need no check
-        decode = tokenizer.backend.decode
-        self._decode = partial(_call, decode, skip_special_tokens=skip_special_tokens)
+        self._decode = partial(tokenizer.decode_generated, skip_special_tokens=skip_special_tokens)
+        self._skipped = tokenizer.special_ids if skip_special_tokens else {}
         self._is_bytewise = isinstance(tokenizer.backend.decoder, decoders.ByteLevel)
         self._context: list[int] = []
         self._pending: list[int] = []
+        # U+FFFD at the end of the text may become a character with the next tokens
+        self._settled = ""  # text with U+FFFD at its end that is not emitted yet, but cannot change
+        self._held = ""  # text of pending tokens
+
+    def skipped_among(self, texts: Iterable[str]) -> dict[int, str]:
+        """Return the texts that are tokens which this decoder leaves out, by token id."""
+        return {self._skipped[text]: text for text in texts if text in self._skipped}
 
     def push(self, ids: Iterable[int]) -> str:
         """Append tokens and return the text that later tokens cannot change."""
         new = [int(i) for i in ids]
-        text = self._take(new)
-        if text is None and len(new) > 1:  # the last token is incomplete: emit token by token
-            del self._pending[-len(new) :]
-            return "".join(self._take([token]) or "" for token in new)
-        return text or ""
+        text = self._new_text(new)
+        if text.endswith(_REPLACEMENT):
+            return "".join(map(self._push_one, new))
+        return self._release(new, text)
 
     def flush(self) -> str:
         """Return the text that is still held back; incomplete characters become U+FFFD."""
-        return self._release(self._new_text()) if self._pending else ""
+        return self._release([], self._held)
 
-    def _take(self, ids: list[int]) -> str | None:
-        """Return the text up to the end of ``ids``; ``None`` if they end inside a character."""
-        self._pending += ids
-        text = self._new_text()
-        return None if text.endswith(_REPLACEMENT) else self._release(text)
+    def _push_one(self, token: int) -> str:
+        text, held = self._new_text([token]), self._held
+        if not text.endswith(_REPLACEMENT):
+            return self._release([token], text)
+        if held and text.startswith(held):
+            # If the token begins a character, the text before it cannot change. Without this test,
+            # the time for a long run of invalid bytes would be quadratic.
+            before = self._context, self._pending, self._settled
+            settled = self._release([], held)
+            alone = self._new_text([token])
+            if alone and held + alone == text:
+                self._pending, self._settled, self._held = [token], settled, alone
+                return ""
+            self._context, self._pending, self._settled = before
+        self._pending = [*self._pending, token]
+        self._held = text
+        return ""
 
-    def _new_text(self) -> str:
+    def _new_text(self, new: list[int]) -> str:
         before = self._decode(self._context) if self._context else ""
-        return self._decode(self._context + self._pending)[len(before) :]
+        return self._decode(self._context + self._pending + new)[len(before) :]
 
-    def _release(self, text: str) -> str:
+    def _release(self, new: list[int], text: str) -> str:
         # tokens without text (skipped, or a leading space that the decoder drops) give context
         # only together with the tokens before them
+        tokens = self._pending + new
         if not self._is_bytewise:
-            self._context = self._pending if text else self._context + self._pending
-        self._pending = []
+            self._context = tokens if text else self._context + tokens
+        text = self._settled + text
+        self._pending, self._settled, self._held = [], "", ""
         return text

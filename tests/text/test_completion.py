@@ -204,3 +204,24 @@ def test_text_held_as_half_a_character_can_complete_a_stop_string() -> None:
     request = make("\ufffd", limit=len(ids))
     feed(request, ids, [1])
     assert request.text == "x"
+
+
+@pytest.mark.parametrize("skips", [True, False])
+@pytest.mark.parametrize("keeps", [True, False])
+@pytest.mark.parametrize("size", [1, 2, 20])
+def test_a_special_token_may_be_a_stop_string(skips: bool, keeps: bool, size: int) -> None:
+    start = tokenizer().backend.token_to_id("<|im_start|>")
+    end = tokenizer().backend.token_to_id("<|im_end|>")
+    half = tokenizer().encode("日")[0]  # of a character
+    ids = [*tokenizer().encode("One"), start, *tokenizer().encode("two"), half, end, 5]
+    text = "One" + "<|im_start|>" * (not skips) + "two\ufffd" + "<|im_end|>" * keeps
+    for stops in (["<|im_end|>"], ["<|im_end|>", "o\n", "<|im_end|>\n"]):
+        decoder = IncrementalDecoder(tokenizer(), skip_special_tokens=skips)
+        completion = CompletionText(decoder, stops, keeps_stop=keeps)
+        done = 0
+        for at in range(0, len(ids), size):
+            count, found = completion.add(ids[at : at + size], flush=False)
+            done += count
+            if found is not None:
+                break
+        assert (done, found, completion.text) == (len(ids) - 1, "<|im_end|>", text)

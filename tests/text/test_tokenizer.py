@@ -1,5 +1,6 @@
 """Tokenizers from directories and GGUF files, chat templates, incremental decoding."""
 
+import copy
 import json
 import os
 import signal
@@ -21,6 +22,7 @@ from specjax.checkpoints import open_target
 from specjax.checkpoints.gguf import GGUFFile, tokenizer_from_gguf
 from specjax.testing.files import write_tokenizer
 from specjax.text import chat_template
+from specjax.text.completion import CompletionText, byte_alphabet
 from specjax.text.tokenizer import LONG_TEXT, IncrementalDecoder, Tokenizer
 
 CHATML = (
@@ -576,3 +578,97 @@ def test_a_panic_ends_one_call(tmp_path: Path) -> None:
         tokenizer.decode(ids)
     with pytest.raises(ValueError, match="decode fails"):
         IncrementalDecoder(tokenizer).push(ids)
+
+
+ALPHABET = byte_alphabet()
+
+
+def byte_level_tokenizer() -> Tokenizer:
+    """One token per byte, and one for each pair of a few bytes."""
+    letters = {byte: letter for letter, byte in ALPHABET.items()}
+    pairs = [letters[a] + letters[b] for a in (0x41, 0xE4, 0xB8) for b in (0x41, 0xB8, 0xE4, 0xAD)]
+    pieces = [letters[byte] for byte in range(256)] + pairs + ["<|x|>"]
+    model = models.BPE(vocab={piece: i for i, piece in enumerate(pieces)}, merges=[])
+    backend = tokenizers.Tokenizer(model)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<|x|>"])
+    return Tokenizer(backend)
+
+
+FALLBACK, BYTE_LEVEL = byte_fallback_tokenizer(), byte_level_tokenizer()
+# bytes of which some begin, continue or end characters, more often than others
+BYTES = st.one_of(
+    st.integers(0, 255), st.sampled_from([*"a日🎉é\ufffd".encode(), 0xE4, 0xF0, 0x80])
+)
+
+
+def bytes_of(tokenizer: Tokenizer, token: int) -> bytes:
+    piece = tokenizer.backend.id_to_token(token) or ""
+    if tokenizer is BYTE_LEVEL:
+        return b"" if piece == "<|x|>" else bytes(ALPHABET[letter] for letter in piece)
+    if piece.startswith("<0x"):
+        return bytes([int(piece[3:5], 16)])
+    return b"" if piece in ("<s>", "</s>") else piece.replace("▁", " ").encode()
+
+
+@st.composite
+def cut_tokens(draw: st.DrawFn) -> tuple[Tokenizer, list[list[int]]]:
+    tokenizer = draw(st.sampled_from([FALLBACK, BYTE_LEVEL]))
+    others = st.integers(256 + 3 * (tokenizer is FALLBACK), tokenizer.vocab_size - 1)
+    byte = BYTES.map(lambda byte: byte + 3 * (tokenizer is FALLBACK))
+    special = st.just(1 if tokenizer is FALLBACK else tokenizer.vocab_size - 1)
+    token = st.one_of(byte, byte, byte, others, special)
+    return tokenizer, draw(st.lists(st.lists(token, max_size=5), max_size=12))
+
+
+@given(cut_tokens(), st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_the_text_of_a_prefix_does_not_depend_on_cuts(
+    case: tuple[Tokenizer, list[list[int]]], has_stop: bool
+) -> None:
+    """Valid bytes stay, and others become U+FFFD as in Python's decoder."""
+    tokenizer, pieces = case
+    done: list[int] = []
+    decoder = IncrementalDecoder(tokenizer)
+    completion = CompletionText(IncrementalDecoder(tokenizer), ["never"] * has_stop)
+    streamed = ""
+    for piece in pieces:
+        done += piece
+        data = b"".join(bytes_of(tokenizer, token) for token in done)
+        expected = data.decode(errors="replace")
+        if tokenizer is FALLBACK:
+            expected = expected.removeprefix(" ")
+        assert tokenizer.decode(done) == expected
+        streamed += decoder.push(piece)
+        assert streamed + copy.copy(decoder).flush() == expected
+        assert completion.add(piece, flush=False) == (len(piece), None)
+        if has_stop or len(piece) % 2:
+            assert completion.text == streamed
+    completion.add([], flush=True)
+    assert completion.text == tokenizer.decode(done)
+
+
+@pytest.mark.parametrize("tokenizer", [FALLBACK, BYTE_LEVEL], ids=["fallback", "byte-level"])
+def test_valid_bytes_next_to_invalid_ones_stay(tokenizer: Tokenizer) -> None:
+    first = tokenizer.backend.token_to_id("<0x00>") or 0
+    ids = [byte + first for byte in b"\n\xe4z"]
+    assert tokenizer.decode(ids) == "\n\ufffdz"
+    assert tokenizer.decode([byte + first for byte in b"\xe4\xb8\n\x80\x80"]) == "\ufffd\n" + 2 * (
+        "\ufffd"
+    )
+
+
+def test_time_for_invalid_bytes_is_linear() -> None:
+    """The decoder sees few tokens at a time, and keeps the rest of the text."""
+    decoder = IncrementalDecoder(FALLBACK)
+    decode, longest = decoder._decode, 0
+
+    def counted(ids: list[int]) -> str:
+        nonlocal longest
+        longest = max(longest, len(ids))
+        return decode(ids)
+
+    decoder._decode = counted  # type: ignore[assignment]
+    assert [decoder.push([3 + 0x80]) for _ in range(300)] == [""] * 300
+    assert longest < 8
+    assert decoder.push([3 + 0x41]) == "\ufffd" * 300 + "A"
