@@ -7,7 +7,9 @@ from collections.abc import Callable, Sequence
 
 from tokenizers.pre_tokenizers import ByteLevel
 
-from specjax.text.tokenizer import BYTE, IncrementalDecoder, Tokenizer
+from specjax.text.tokenizer import IncrementalDecoder, Tokenizer
+
+_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 class CompletionText:
@@ -194,7 +196,7 @@ class TokenTexts:
             if all(letter in self._alphabet for letter in piece):
                 return bytes(self._alphabet[letter] for letter in piece)
             return piece.encode()
-        if found := BYTE.fullmatch(piece):
+        if found := _BYTE.fullmatch(piece):
             return bytes([int(found[1], 16)])
         return piece.replace("\u2581", " ").encode()
 

@@ -1,7 +1,6 @@
 """Tokenizer of a checkpoint: encoding, decoding, chat templates and incremental decoding."""
 
 import os
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from itertools import groupby
@@ -21,7 +20,6 @@ _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 # holds it for 0.9 s per million characters (tokenizers 0.23).
 LONG_TEXT = 4096
 _REPLACEMENT = "\ufffd"
-BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # a token for a single byte
 
 
 class Tokenizer:
@@ -125,22 +123,30 @@ class Tokenizer:
         return self.decode_generated(plain, skip_special_tokens)
 
     def decode_generated(self, ids: list[int], skip_special_tokens: bool) -> str:
-        """Decode ids without a check. Bytes that belong to no character become U+FFFD.
-
-        The backend would also replace the valid characters of a run of tokens for single bytes.
-        """
-        text: str = _call(self.backend.decode, ids, skip_special_tokens=skip_special_tokens)
-        if _REPLACEMENT not in text or not self._has_byte_tokens:
+        """Decode ids without a check. Bytes that belong to no character become U+FFFD."""
+        decode = partial(_call, self.backend.decode, skip_special_tokens=skip_special_tokens)
+        text = str(decode(ids))
+        if _REPLACEMENT not in text or not self._byte_tokens:
             return text
-        skipped = self.special_ids if skip_special_tokens else ()
-        tokens = map(self.backend.id_to_token, ids)
-        pieces = [token for token in tokens if token and token not in skipped]
-        return str(_call(self.backend.decoder.decode, _with_valid_bytes(pieces)))
+        # the library also replaces the valid characters of a run of tokens for single bytes
+        skipped, valid = self.special_ids.values() if skip_special_tokens else (), list[int]()
+        left = (i for i in ids if i not in skipped)
+        for is_byte, run in groupby(left, self._byte_tokens.__contains__):
+            if is_byte:
+                letters = bytes(map(self._byte_tokens.index, run)).decode(errors="replace")
+                valid += [self._byte_tokens[byte] for byte in letters.encode()]
+            else:
+                valid += run
+        return str(decode(valid))
 
     @cached_property
-    def _has_byte_tokens(self) -> bool:
+    def _byte_tokens(self) -> list[int]:
+        """Ids of the tokens for the 256 bytes, if the decoder joins them to characters."""
         decoder = self.backend.decoder
-        return decoder is not None and b"ByteFallback" in decoder.__getstate__()
+        if decoder is None or b"ByteFallback" not in decoder.__getstate__():
+            return []
+        ids: list[Any] = [self.backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256)]
+        return [] if None in ids else ids
 
     @cached_property
     def special_ids(self) -> dict[str, int]:
@@ -187,19 +193,6 @@ def _check_panics(backend: tokenizers.Tokenizer) -> None:
     except Exception as error:
         if isinstance(error, ValueError):  # others: the vocabulary may lack a character
             raise
-
-
-def _with_valid_bytes(tokens: list[str]) -> list[str]:
-    """Replace tokens for single bytes that belong to no character by U+FFFD."""
-    valid = list[str]()
-    for is_byte, run in groupby(tokens, lambda token: BYTE.fullmatch(token) is not None):
-        if not is_byte:
-            valid += run
-            continue
-        for letter in bytes(int(token[3:5], 16) for token in run).decode(errors="replace"):
-            is_valid = letter != _REPLACEMENT
-            valid += [f"<0x{byte:02X}>" for byte in letter.encode()] if is_valid else [letter]
-    return valid
 
 
 def unique_ids(ids: Iterable[int | None]) -> tuple[int, ...]:
@@ -307,9 +300,8 @@ class IncrementalDecoder:
         self._is_bytewise = isinstance(tokenizer.backend.decoder, decoders.ByteLevel)
         self._context: list[int] = []
         self._pending: list[int] = []
-        # U+FFFD at the end of the text may become a character with the next tokens
-        self._settled = ""  # text with U+FFFD at its end that is not emitted yet, but cannot change
-        self._held = ""  # text of pending tokens
+        self._held = ""  # text of pending tokens, with U+FFFD at its end
+        self._settled = ""  # text before them that is not emitted, although it cannot change
 
     def skipped_among(self, texts: Iterable[str]) -> dict[int, str]:
         """Return the texts that are tokens which this decoder leaves out, by token id."""
@@ -331,18 +323,12 @@ class IncrementalDecoder:
         text, held = self._new_text([token]), self._held
         if not text.endswith(_REPLACEMENT):
             return self._release([token], text)
-        if held and text.startswith(held):
-            # If the token begins a character, the text before it cannot change. Without this test,
+        alone = self._decode([token])
+        if held and alone and held + alone == text:
+            # The token begins a character, so the text before it cannot change. Without this test,
             # the time for a long run of invalid bytes would be quadratic.
-            before = self._context, self._pending, self._settled
-            settled = self._release([], held)
-            alone = self._new_text([token])
-            if alone and held + alone == text:
-                self._pending, self._settled, self._held = [token], settled, alone
-                return ""
-            self._context, self._pending, self._settled = before
-        self._pending = [*self._pending, token]
-        self._held = text
+            self._settled, text = self._release([], held), alone
+        self._pending, self._held = [*self._pending, token], text
         return ""
 
     def _new_text(self, new: list[int]) -> str:
