@@ -3,8 +3,9 @@
 ``hermes`` and ``qwen25``: ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, any number.
 ``llama3``: the text is ``{"name": ..., "parameters": {...}}``, several of them with ``;`` between,
 after ``<|python_tag|>`` or without it. ``mistral``: ``[TOOL_CALLS]`` and a list of objects, or a
-name, ``[ARGS]`` and the arguments. ``pythonic``: the text is a list of Python calls. With the last
-two, a text that is a JSON list of objects is a list of calls too: required calls have this form.
+name, ``[ARGS]`` and the arguments; ``[CALL_ID]`` and an id may follow the name. ``pythonic``: the
+text is a list of Python calls. With the last two, a text that is a JSON list of objects is a list
+of calls too: required calls have this form. Marks within a string of JSON are part of the string.
 
 A parser reads the whole text so far, so its result cannot depend on how the text was cut. What it
 has returned for a part of a text only grows. Text that is not a valid call stays content.
@@ -19,9 +20,12 @@ from typing import Any, NamedTuple
 from specjax.text.reasoning import overlap
 
 START, END = "<tool_call>", "</tool_call>"
-PYTHON_TAG, MISTRAL_TAG, MISTRAL_ARGS = "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]"
+PYTHON_TAG, MISTRAL_TAG = "<|python_tag|>", "[TOOL_CALLS]"
+MISTRAL_ID, MISTRAL_ARGS = "[CALL_ID]", "[ARGS]"
 _DECODER = json.JSONDecoder()
 _SEPARATORS = re.compile(r"[\s;]*")
+_SPACE = re.compile(r"[ \t\n\r]*")
+MAX_WORD = 10  # characters of the longest JSON word, -Infinity, and one more
 MAX_PYTHON = 2**16  # characters of a list of Python calls
 
 
@@ -51,22 +55,21 @@ def parse_tool_calls(
 
 def _hermes(text: str, names: Collection[str], is_final: bool) -> Parsed:
     content, calls, at = "", list[ToolCall](), 0
-    # not a regular expression, which would search for each start tag again to the end of the text
-    while (begin := text.find(START, at)) >= 0 and (end := text.find(END, begin)) >= 0:
-        call = _object_call(text[begin + len(START) : end], names)
+    while (begin := text.find(START, at)) >= 0:
+        value, after = _read(text, begin + len(START))
+        # a text that goes on may complete the value, even if it has an end tag, in a string
+        end = -1 if after is None and not is_final else text.find(END, after or begin)
+        # the end tag may be missing, because it is an end token of some models
+        is_last = end < 0 and is_final and after == len(text)
+        call = _call_of(value, names) if end == after or is_last else None
+        if end < 0:
+            content += text[at:] if is_final and call is None else text[at:begin]
+            return content, calls + ([call] if call else [])
         end += len(END)
         content += text[at : begin if call else end]
         calls += [call] if call else []
         at = end
-    rest = text[at:]
-    begin = rest.find(START)
-    if begin < 0:
-        return content + rest[: len(rest) - (0 if is_final else overlap(rest, START))], calls
-    if not is_final:
-        return content + rest[:begin], calls
-    # the end tag may be missing, because it is an end token of some models
-    call = _object_call(rest[begin + len(START) :], names)
-    return content + (rest[:begin] if call else rest), calls + ([call] if call else [])
+    return content + text[at : len(text) - (0 if is_final else overlap(text[at:], START))], calls
 
 
 def _llama3(text: str, names: Collection[str], is_final: bool) -> Parsed:
@@ -82,17 +85,22 @@ def _mistral(text: str, names: Collection[str], is_final: bool) -> Parsed:
     begin, is_list = text.find(MISTRAL_TAG), text.lstrip().startswith("[")
     if begin < 0 and not is_list:
         return text[: len(text) - (0 if is_final else overlap(text, MISTRAL_TAG))], []
-    content = text[: max(begin, 0)]
     if not is_final:
-        return "" if is_list else content, []
-    calls = list[ToolCall]()
-    for part in [text] if begin < 0 else text[begin:].split(MISTRAL_TAG)[1:]:
-        name, mark, arguments = part.partition(MISTRAL_ARGS)
-        value = [{"name": name.strip(), "arguments": arguments}] if mark else _json(part)
+        return "" if is_list else text[:begin], []
+    if calls := _calls_of(_json(text), names):
+        return "", calls
+    at: int | None = begin
+    while at is not None and text.startswith(MISTRAL_TAG, at):
+        start = at + len(MISTRAL_TAG)
+        value, at = _read(text, start)
+        if not isinstance(value, list) and (end := text.find(MISTRAL_ARGS, start)) >= 0:
+            arguments, at = _read(text, end + len(MISTRAL_ARGS))
+            name, _, _ = text[start:end].partition(MISTRAL_ID)
+            value = [{"name": name.strip(), "arguments": arguments}] * (arguments is not None)
         if not (made := _calls_of(value, names)):
             return text, []
         calls += made
-    return content, calls
+    return (text[:begin], calls) if at == len(text) else (text, [])
 
 
 def _pythonic(text: str, names: Collection[str], is_final: bool) -> Parsed:
@@ -140,6 +148,24 @@ def _json(text: str) -> Any:
         return None
 
 
+def _read(text: str, at: int) -> tuple[Any, int | None]:
+    """Read a JSON value and the white space around it; return the value and the end.
+
+    If there is none, the value is ``None``. The end then is ``at``, or ``None`` if a longer text
+    may have a value.
+    """
+    start = _SPACE.match(text, at).end()  # type: ignore[union-attr]
+    try:
+        value, end = _DECODER.raw_decode(text, start)
+    except json.JSONDecodeError as error:
+        after = _SPACE.match(text, error.pos + MAX_WORD).end()  # type: ignore[union-attr]
+        is_open = after == len(text) or error.msg.startswith("Unterminated")
+        return None, None if is_open else at
+    except (ValueError, RecursionError):
+        return None, at
+    return value, _SPACE.match(text, end).end()  # type: ignore[union-attr]
+
+
 def _object_calls(text: str, names: Collection[str]) -> list[ToolCall]:
     """Calls with semicolons between them; none if anything else is there."""
     calls, at = list[ToolCall](), 0
@@ -152,10 +178,6 @@ def _object_calls(text: str, names: Collection[str]) -> list[ToolCall]:
             return []
         calls.append(call)
     return calls
-
-
-def _object_call(text: str, names: Collection[str]) -> ToolCall | None:
-    return _call_of(_json(text), names)
 
 
 def _calls_of(value: Any, names: Collection[str]) -> list[ToolCall]:

@@ -4,7 +4,7 @@ import json
 import time
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specjax.text.tool_calls import FORMATS, MAX_PYTHON, ToolCall, parse_tool_calls
@@ -51,6 +51,12 @@ EXAMPLES = [
         ("", BOTH),
     ),
     ("mistral", 'Yes.[TOOL_CALLS]add[ARGS]{"a": 1}', ("Yes.", calls(("add", {"a": 1})))),
+    (
+        "mistral",
+        '[TOOL_CALLS]add[CALL_ID]a1b2c3d4e[ARGS]{"a": 1}[TOOL_CALLS]get_weather[CALL_ID]x[ARGS]'
+        '{"city": "Zürich"}',
+        ("", calls(("add", {"a": 1}), ("get_weather", WEATHER))),
+    ),
     ("mistral", ' [{"name": "add", "arguments": {"a": 1}}]', ("", calls(("add", {"a": 1})))),
     ("pythonic", '[{"name": "add", "arguments": {"a": 1}}]', ("", calls(("add", {"a": 1})))),
     ("pythonic", "[get_weather(city='Zürich'), add(a=1, b=[2, {'c': None}])]", ("", BOTH)),
@@ -67,6 +73,13 @@ OTHERS = [
     ("mistral", "[1, 2] are numbers"),
     ("mistral", '[{"name": "unknown", "arguments": {}}]'),
     ("mistral", "[TOOL_CALLS]add[ARGS]{"),
+    ("mistral", "[TOOL_CALLS]add[ARGS]"),
+    ("mistral", "[TOOL_CALLS]add[ARGS][TOOL_CALLS]add[ARGS]{}"),
+    ("mistral", "[TOOL_CALLS]add[CALL_ID]x{}"),
+    ("mistral", '[TOOL_CALLS]add[ARGS]{"a": 1} and text'),
+    ("hermes", '<tool_call>{"name": "add", "arguments": {"a": "</tool_call>'),
+    ("hermes", '<tool_call>{"name": "add", "arguments": {}} text</tool_call>'),
+    ("hermes", "<tool_call></tool_call>"),
     ("llama3", '; {"name": "add", "parameters": {"a": 1}}'),
     ("hermes", '<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>'),
     ("hermes", '<tool_call>{"name": "add", "arguments": {"a": "\\ud800"}}</tool_call>'),
@@ -93,6 +106,7 @@ MARKS = st.sampled_from(
     [
         *("<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", ";", "<"),
         *('{"name": "add", "arguments": {"a": 1}}', '[{"name": "add", "arguments": {}}]', "\n"),
+        *('{"name": "add", "arguments": {"a": "', '\\"', '"}}', "1", "[CALL_ID]", "null"),
         *("add(a=1)", "[add(a=1)]", "[", "]", "{", "}", '"', "text", "é", "<tool", "_call>", " "),
     ]
 )
@@ -127,3 +141,71 @@ def test_unclosed_tags_take_linear_time() -> None:
     started = time.process_time()
     assert parse_tool_calls("hermes", text, NAMES) == (text, [])
     assert time.process_time() - started < 0.1
+
+
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    # strings with the marks of all formats
+    | st.lists(st.one_of(MARKS, st.characters(codec="utf-8")), max_size=4).map("".join),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(MARKS, inner, max_size=2),
+    max_leaves=4,
+)
+ARGUMENTS = st.dictionaries(MARKS, VALUES, max_size=3)
+
+
+def written(kind: str, found: list[ToolCall], is_spaced: bool) -> str:
+    """A text with calls in the form of a model family."""
+    space = "\n " if is_spaced else ""
+    key = "parameters" if kind == "llama3" else "arguments"
+    objects = [
+        f'{{"name":{space} "{call.name}", "{key}": {call.arguments}{space}}}' for call in found
+    ]
+    if kind in ("hermes", "qwen25"):
+        return "Now:" + "".join(f"{space}<tool_call>{x}{space}</tool_call>" for x in objects)
+    if kind == "llama3":
+        return "<|python_tag|>" + ";".join(objects)
+    if kind == "list":
+        return f"[{', '.join(objects)}]"
+    if kind == "pythonic":
+        words = [
+            ", ".join(f"{name}={value!r}" for name, value in json.loads(call.arguments).items())
+            for call in found
+        ]
+        calls_ = (f"{call.name}({text})" for call, text in zip(found, words, strict=True))
+        return f"[{', '.join(calls_)}]"
+    if kind == "mistral":
+        return f"Now: [TOOL_CALLS]{space}[{', '.join(objects)}]"
+    marks = {"args": "", "id": "[CALL_ID]a1b2c3d4e"}[kind]
+    return "".join(
+        f"[TOOL_CALLS]{call.name}{marks}[ARGS]{space}{call.arguments}{space}" for call in found
+    )
+
+
+@given(
+    st.sampled_from("hermes qwen25 llama3 list pythonic mistral args id".split()),
+    st.lists(st.tuples(st.sampled_from(NAMES), ARGUMENTS), min_size=1, max_size=3),
+    st.booleans(),
+)
+@settings(max_examples=50)
+def test_marks_in_strings_are_text(
+    kind: str, given_calls: list[tuple[str, dict[str, object]]], is_spaced: bool
+) -> None:
+    """Whole, and in all cuts: what a part has is never taken back."""
+    if kind == "pythonic":
+        renamed = [
+            (name, {f"x{i}": value for i, value in enumerate(values.values())})
+            for name, values in given_calls
+        ]
+        given_calls = renamed  # type: ignore[assignment]
+    found = calls(*given_calls)
+    text = written(kind, found, is_spaced)
+    parser = {"list": "mistral", "args": "mistral", "id": "mistral"}.get(kind, kind)
+    content = "Now:" if text.startswith("Now:") else ""
+    assert parse_tool_calls(parser, text, NAMES) == (content, found)
+    for end in range(0, len(text), 1 + len(text) // 40):
+        part, some = parse_tool_calls(parser, text[:end], NAMES, is_final=False)
+        assert content.startswith(part)
+        assert found[: len(some)] == some
