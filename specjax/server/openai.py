@@ -4,8 +4,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import msgspec
-
 from specjax.checks import is_integer, short
 from specjax.engine.requests import encode_conversation
 from specjax.sampling.params import SamplingParams
@@ -289,21 +287,12 @@ def _message(index: int, message: Any) -> dict[str, Any]:
 
 
 def _tool_calls(where: str, calls: Any) -> list[dict[str, Any]]:
-    """Decode arguments of earlier tool calls: clients send JSON text, templates need objects."""
     if not isinstance(calls, list) or not all(
         isinstance(call, dict) and isinstance(call.get("function"), dict) for call in calls
     ):
         message = f"{where}.tool_calls={short(calls)} must be a list of calls with a function"
         raise ApiError(400, message, param=where)
-    return [call | {"function": _with_object(call["function"])} for call in calls]
-
-
-def _with_object(function: dict[str, Any]) -> dict[str, Any]:
-    try:
-        arguments = msgspec.json.decode(function["arguments"])
-    except (KeyError, TypeError, ValueError, RecursionError):
-        return function
-    return function | {"arguments": arguments} if isinstance(arguments, dict) else function
+    return calls
 
 
 def _text(where: str, content: Any) -> str:

@@ -166,10 +166,12 @@ def _as_text(message: dict[str, Any]) -> dict[str, Any]:
     if message["role"] == "tool":
         content = f"<tool_response>\n{message['content']}\n</tool_response>"
         return {"role": "user", "content": content}
-    calls = [
-        f"{START}\n{json.dumps({k: call['function'].get(k) for k in ('name', 'arguments')})}\n{END}"
-        for call in message.get("tool_calls", ())
-    ]
+    calls = []
+    for function in (call["function"] for call in message.get("tool_calls", ())):
+        given = function.get("arguments")
+        text = given if isinstance(given, str) and is_json(given) else json.dumps(given)
+        name = json.dumps(function.get("name"))
+        calls.append(f'{START}\n{{"name": {name}, "arguments": {text}}}\n{END}')
     if not calls:
         return message
     content = "\n".join([message["content"], *calls]).lstrip("\n")

@@ -5,6 +5,7 @@ template, the variables and the time limit in seconds. Answers are lines of JSON
 and the text or the error message. A rendering that takes too long ends the process.
 """
 
+import contextlib
 import datetime
 import functools
 import json
@@ -52,10 +53,41 @@ _ENVIRONMENT.globals["strftime_now"] = lambda form: datetime.datetime.now().strf
 _compile = functools.lru_cache(maxsize=16)(_ENVIRONMENT.from_string)
 
 
+class _Arguments(dict[str, Any]):
+    """Arguments of a tool call: an object, and JSON text if a template prints or joins it."""
+
+    def __init__(self, value: Any, text: str) -> None:
+        super().__init__(value.items())  # AttributeError for other values
+        self._text = text
+
+    def __str__(self) -> str:
+        return self._text
+
+    def __add__(self, other: str) -> str:
+        return self._text + other
+
+    def __radd__(self, other: str) -> str:
+        return other + self._text
+
+
+def _adapt(call: Any) -> None:
+    """Let templates use the arguments of a tool call as an object and as text."""
+    with contextlib.suppress(AttributeError, KeyError, TypeError, ValueError, RecursionError):
+        function = call.get("function", call)
+        value = function["arguments"]
+        text = value if isinstance(value, str) else _to_json(value)
+        value = json.loads(text or "{}") if text is value else value
+        function["arguments"] = _Arguments(value, text)
+
+
 def _answer(request: bytes) -> tuple[bool, str]:
     try:
         template, variables, seconds = pickle.loads(request)
         signal.setitimer(signal.ITIMER_REAL, seconds)
+        for message in variables["messages"]:
+            calls = message.get("tool_calls")
+            for call in calls if isinstance(calls, list) else ():
+                _adapt(call)
         text = _compile(template).render(variables)
         if len(text) > _MAX_CHARACTERS:
             raise ValueError("the rendered text is too long")

@@ -99,6 +99,12 @@ def test_tools_and_tool_calls_of_agents_are_rendered(engine, client, shown_templ
     assert rendered(client, engine, **asked) == "<user>a<assistant>abc<tool>bf<assistant>"
     assert client.post(CHAT, asked | {"max_tokens": 1}).status == 200
     assert client.post(CHAT, asked | {"tool_choice": "auto"}).error["param"] == "tools"
+    called = "messages[1].tool_calls[0].function"
+    template = f"{{{{ {called}.name + {called}.arguments }}}}"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine.tokenizer, "chat_template", template)
+        assert rendered(client, engine, messages=turns) == 'f{"x": "abc"}'
+        assert client.post(CHAT, {"messages": turns, "max_tokens": 1}).status == 200
     broken = call | {"function": {"name": "f", "arguments": "not JSON"}}
     turns[1] = turns[1] | {"tool_calls": [broken]}
     assert client.post(CHAT, {"messages": turns, "max_tokens": 1}).status == 200

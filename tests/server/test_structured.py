@@ -415,6 +415,9 @@ def test_a_template_without_tools_gets_a_prompt() -> None:
         },
         {"role": "user", "content": "<tool_response>\n7\n</tool_response>"},
     ]
+    for text, expected in (('{"x":1}', '{"x":1}'), ("no JSON", '"no JSON"')):
+        call["function"] = {"name": "f", "arguments": text}
+        assert f'"arguments": {expected}}}' in with_default_prompt(turns, TOOLS)[2]["content"]
     own = [{"role": "system", "content": "be brief"}, *turns]
     assert with_default_prompt(own, TOOLS)[0]["content"].startswith("be brief\n\nYou can call")
 
