@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import KW_ONLY, dataclass, field
@@ -45,6 +45,7 @@ class Call:
     text_only: bool = False  # outputs of running requests contain only the text
     is_batch: bool = False  # the caller gets a list, and each output has its ``index`` in it
     groups: Sequence[str] = ()  # for each request, a second id for aborting it; may be shared
+    caller: Hashable = None  # callers take turns; by default, a call is a caller of its own
     # Set before the call is submitted; the loop's thread passes items to it. A stream delivers
     # lists of outputs. The last item is an exception to raise, or ``None`` if all requests have
     # ended. Returns ``False`` if the caller is gone.
@@ -377,7 +378,7 @@ class EngineLoop:
             for _, name in call.named:
                 if not all(other.is_finished for other in self._by_rid.get(name, ())):
                     raise refused("rid", name, "is in use by a running request")
-            self._scheduler.add(*call.requests)
+            self._scheduler.add(*call.requests, caller=call if call.caller is None else call.caller)
         except Exception as error:
             call.end(error)
             return

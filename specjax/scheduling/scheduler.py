@@ -1,13 +1,12 @@
-"""The scheduler: admission, prefill, rounds and preemption (retraction), first come first served.
+"""The scheduler: admission, prefill, rounds and preemption (retraction).
 
-The oldest requests run, in the order of their arrival. A preempted request returns to the head of
-the queue, so the oldest request always advances.
+Callers take turns, and each caller's requests start in the order of their arrival. A preempted
+request returns to the head of the queue, so the request that started first always advances.
 """
 
 import logging
 import time
-from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 
 from specjax.adaptive.controller import AdaptiveController
 from specjax.checks import ParameterError
@@ -21,6 +20,7 @@ from specjax.scheduling.constrained import is_constrained
 from specjax.scheduling.in_flight import InFlight, PromptPiece
 from specjax.scheduling.prompt_source import FirstToken, PromptSource
 from specjax.scheduling.request import Deadlines, Request, RunningRequest
+from specjax.scheduling.waiting import FairQueue
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +94,7 @@ class Scheduler:
         self._metrics = Totals() if metrics is None else metrics
         self._controller = controller
         self.prompt_source = PromptSource() if prompt_source is None else prompt_source
-        self._waiting: deque[Request] = deque()
+        self._waiting = FairQueue()
         self._running: list[RunningRequest] = []
         self._free_slots = list(range(config.num_slots - 1, 0, -1))
         self._in_flight = InFlight(runner, self._metrics, controller, clock)
@@ -156,11 +156,11 @@ class Scheduler:
                 "once or raise max_waiting_requests"
             )
 
-    def add(self, *requests: Request) -> None:
+    def add(self, *requests: Request, caller: Hashable = None) -> None:
         """Queue all requests, which have passed :meth:`check`; or none, if the queue is full."""
         self.check_queue(len(requests))
-        self._waiting.extend(requests)
         for request in requests:
+            self._waiting.append(request, caller)
             self._deadlines.watch(request)
 
     def abort(self, request: Request, message: str | None = None) -> None:
@@ -227,7 +227,7 @@ class Scheduler:
         for request in (*(row.request for row in self._running), *self._waiting):
             if not request.is_finished:
                 self._finish(request, message)
-        self._waiting.clear()
+        self._waiting = FairQueue()
         while self._running:
             self._release(self._running[-1], is_cached=False)
         self._budget.cache.flush()
@@ -334,7 +334,7 @@ class Scheduler:
         """Give the next waiting request a slot and pages, if both are free."""
         if not self._waiting or not self._free_slots or self._blocked_steps:
             return None
-        request = self._waiting[0]
+        request = self._waiting.first
         if request.constraint is not None:
             seconds = 0.0 if self._running else LATE_SECONDS
             if not request.constraint.prepare(request.output_ids, seconds):

@@ -72,7 +72,7 @@ class CountingScheduler:
     def has_work(self) -> bool:
         return bool(self.running)
 
-    def add(self, *requests: CountingRequest) -> None:
+    def add(self, *requests: CountingRequest, caller: object) -> None:
         self.threads.add(threading.current_thread().name)
         if self.full:
             raise ValueError("the queue is full")
@@ -176,6 +176,21 @@ def test_a_stream_grows_and_ends_with_the_last_state(loop) -> None:
             " ".join(map(str, range(n))) for n in lengths
         ]
         assert all(len(o["meta_info"]["output_is_draft"]) == len(o["output_ids"]) for o in mine)
+
+
+def test_a_call_is_a_caller_unless_it_names_another(loop, scheduler, monkeypatch) -> None:
+    callers, add = [], scheduler.add
+
+    def record(*requests, caller):
+        callers.append(caller)
+        add(*requests, caller=caller)
+
+    monkeypatch.setattr(scheduler, "add", record)
+    own, other = (Call([CountingRequest(rid)]) for rid in "ab")
+    other.caller = ("192.0.2.1", 4711)
+    for call in (own, other):
+        loop.wait(call)
+    assert callers == [own, ("192.0.2.1", 4711)]
 
 
 def test_a_slow_reader_gets_fewer_outputs(loop) -> None:
