@@ -168,9 +168,11 @@ class EngineArgs:
         mem_fraction_static: share of device memory for weights and KV, unless
             ``max_total_tokens`` is set. Default: 0.5 on a CPU, 0.85 on a GPU.
         disable_radix_cache: compute every prompt in full instead of caching KV pages by prefix.
-        chunked_prefill_size: prompt tokens prefilled per step while other requests decode; larger
-            values delay those requests. Default: 512, and up to 8,192 on a GPU if nothing is
-            decoding or many requests start at once.
+        chunked_prefill_size: maximum prompt tokens prefilled per step while other requests decode.
+            Default: 8,192 on a GPU, as far as ``max_prefill_stall_ms`` permits, and 512 on a CPU.
+        max_prefill_stall_ms: maximum milliseconds of prefill between two rounds, as estimated from
+            earlier prefills; at least one call of the smallest width runs. Lower values delay first
+            tokens. Requests that start together in an idle engine wait for each other, for 1.5 s.
         overlap: dispatch a round before the previous one is read; results are the same. Default: on
             for a GPU, off for a CPU, where it does not help.
         logprobs_mode: ``"raw"`` reports log-probabilities of completion tokens from the raw logits,
@@ -247,6 +249,7 @@ class EngineArgs:
     mem_fraction_static: Annotated[float, Meta(gt=0, le=1)] | None = None
     disable_radix_cache: bool = False
     chunked_prefill_size: Positive | None = None
+    max_prefill_stall_ms: Annotated[float, Meta(gt=0)] = 30.0
     overlap: bool | None = None
     logprobs_mode: str = "raw"
     load_format: str = "auto"

@@ -133,6 +133,7 @@ class Engine:
             run_ahead=int(overlap),
             caches_prefixes=not args.disable_radix_cache,
             max_waiting_requests=args.max_waiting_requests,
+            max_prefill_stall=1e-3 * args.max_prefill_stall_ms,
             metrics=totals,
             controller=controller,
             prompt_source=None if source is None else source(runner),

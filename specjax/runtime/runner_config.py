@@ -358,8 +358,8 @@ PADDED_ROWS = 2
 LAUNCH_BOUND_BYTES = 1e9
 # minimum width in tokens; a smaller prefill takes as long, because it reads all weights
 LEAST_PREFILL, LEAST_PREFILL_CPU = 128, 32
-# prompt tokens per step while requests decode; they take 12 ms (Llama-3.1-8B shape, H200)
-DEFAULT_CHUNK = 512
+# maximum prompt tokens per step on a CPU
+DEFAULT_CHUNK_CPU = 512
 
 
 def smallest_bucket(*, on_gpu: bool, drafts: bool, weight_bytes: int) -> int:

@@ -1,6 +1,7 @@
 """Dispatch prompts and rounds, hold their results, and deliver these to requests."""
 
 import logging
+import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -15,9 +16,10 @@ from specjax.adaptive.controller import AdaptiveController
 from specjax.adaptive.survival import RoundRecord
 from specjax.metrics import Totals
 from specjax.runtime.runner import Dispatched, ModelRunner
-from specjax.runtime.runner_config import pick_bucket
+from specjax.runtime.runner_config import MIN_CHUNK, pick_bucket
 from specjax.sampling.grammar_process import RequestGrammar, await_answers
 from specjax.scheduling.constrained import ConstrainedRounds
+from specjax.scheduling.prefill_times import PrefillTimes
 from specjax.scheduling.request import Request, RunningRequest
 from specjax.speculative.prefill import Chunk
 from specjax.types import NO_DRAFTS, DraftShape
@@ -85,9 +87,11 @@ class InFlight:
         # before; from then on, its rounds take the time until its own result, also if that is the
         # host's time
         self._started: float | None = None
-        # rows, result, padded batch size (if rounds), pieces (if prefill)
+        self._read_time = 0.0  # when the last result was read; infinite if nobody waited for it
+        self.prefill_times = PrefillTimes(runner.config.prefill_buckets)
+        # rows, result, padded batch size (if rounds), pieces, width and time (if prefill)
         self._queue: deque[
-            tuple[Sequence[RunningRequest], Dispatched, int, Sequence[PromptPiece]]
+            tuple[Sequence[RunningRequest], Dispatched, int, Sequence[PromptPiece], int, float]
         ] = deque()
 
     def __len__(self) -> int:
@@ -105,7 +109,7 @@ class InFlight:
         while rest:
             logs, first = next(groupby(rest, attrgetter("wants_logprobs")))
             alike = list(first)
-            num_tokens = sum(piece.num_tokens for piece in alike)
+            num_tokens = max(sum(piece.num_tokens for piece in alike), MIN_CHUNK * len(alike))
             width = room = config.prefill_width(num_tokens, with_logprobs=logs)
             taken: list[PromptPiece] = []
             while len(taken) < min(len(alike), config.max_chunks(width)) and room > 0:
@@ -115,8 +119,9 @@ class InFlight:
                     piece = piece._replace(end=piece.start + room)
                 taken.append(piece)
                 room -= piece.num_tokens
+            now = self._clock()  # before the call, which may wait for the device
             result = self._runner.prefill([one.chunk() for one in taken], with_logprobs=logs)
-            self._queue.append(([piece.row for piece in taken], result, 0, taken))
+            self._queue.append(([piece.row for piece in taken], result, 0, taken, width, now))
 
     def dispatch_round(self, rows: list[RunningRequest]) -> None:
         """Dispatch the rounds of one call in the tier that the controller chooses."""
@@ -124,7 +129,8 @@ class InFlight:
         result = self._runner.round([row.slot for row in rows], self._choose_tier(rows))
         for row in rows:
             row.unread_rounds += config.rounds_per_dispatch
-        self._queue.append((rows, result, pick_bucket(len(rows), config.batch_buckets), ()))
+        batch_size = pick_bucket(len(rows), config.batch_buckets)
+        self._queue.append((rows, result, batch_size, (), 0, 0.0))
 
     def start_constrained(self, rows: list[RunningRequest]) -> None:
         """Dispatch the first call of a round in which a grammar limits a request."""
@@ -138,7 +144,7 @@ class InFlight:
             for row in rows:
                 row.unread_rounds += 1
             batch_size = pick_bucket(len(rows), self._runner.config.batch_buckets)
-            self._queue.append((rows, result, batch_size, ()))
+            self._queue.append((rows, result, batch_size, (), 0, 0.0))
         return [row for row in rows if row.request.is_finished and not row.is_released]
 
     def _choose_tier(self, rows: Sequence[RunningRequest]) -> DraftShape | None:
@@ -159,9 +165,9 @@ class InFlight:
 
     def read(self) -> Iterator[tuple[RunningRequest, Exception | None]]:
         """Wait for the oldest result; yield the rows that ended, each with its error, if any."""
-        rows, result, batch_size, pieces = self._queue.popleft()
+        rows, result, batch_size, pieces, width, dispatched = self._queue.popleft()
         if all(row.is_released for row in rows):
-            self._started = None
+            self._started, self._read_time = None, math.inf
             return
         # wait for every chunk, not only for a prompt's last one, so that the host is not far ahead
         packed = result.read()
@@ -173,6 +179,9 @@ class InFlight:
         reports = () if logprobs is None and states is None else (logprobs, states)
         at = 0
         now = self._clock()
+        if width:
+            self.prefill_times.observe(width, now - max(dispatched, self._read_time))
+        self._read_time = now
         seconds = 0.0 if self._started is None else (now - self._started) / max(1, len(values))
         self._started = now if batch_size and self._queue and self._queue[0][2] else None
         if batch_size and self._controller is not None:

@@ -27,18 +27,11 @@ logger = logging.getLogger(__name__)
 # Retry a blocked admission after this many steps; the page reserve may have shrunk by then.
 RETRY_STEPS = 32
 MAX_SLEEP = 3600.0  # seconds, because the timeout of a queue has a limit
-# rounds wait for at most this many prompt tokens: 64 prompts of 1,024 take 1.5 s (Llama-3.1-8B)
-MAX_STALL = 65_536
+# Requests that start together in an idle engine have their first round when all have their first
+# token, but at most this many seconds after one of them has it: 64 prompts of 1,024 tokens take
+# 1.5 s (Llama-3.1-8B shape, H200). With rounds between them, the last would take 2.1 s.
+MAX_BURST = 1.5
 LATE_SECONDS = 0.01  # wait for late grammars if nothing else is left to do
-
-
-def min_burst(num_slots: int) -> int:
-    """Minimum number of requests that can start for a burst: 1/8 of the slots, at least 2.
-
-    With a quarter, 128 requests of 1,024 and 256 tokens lose 3 to 5 % throughput at 64 slots. With
-    a sixteenth, decoding pauses often. Both are simulated with round times of Llama-3.1-8B.
-    """
-    return max(2, -(-num_slots // 8))
 
 
 class QueueFullError(RuntimeError):
@@ -60,6 +53,8 @@ class Scheduler:
         run_ahead: number of dispatches left unread at the end of a step; does not affect outputs.
         caches_prefixes: cache the pages of prompts and outputs for requests with an equal start.
         max_waiting_requests: maximum number of waiting requests that have no free slot.
+        max_prefill_stall: maximum seconds of prefill between two rounds, as far as one call of the
+            smallest width permits; ``None`` if only ``mixed_prefill_tokens`` limits it.
         clock: the clock of the requests in seconds, for timeouts and metrics.
         controller: chooses the tier of each round from the acceptance in earlier rounds.
         prompt_source: gets the prompts of admitted requests; by default they are computed here.
@@ -72,6 +67,7 @@ class Scheduler:
         run_ahead: int,
         caches_prefixes: bool = False,
         max_waiting_requests: int | None = None,
+        max_prefill_stall: float | None = None,
         clock: Callable[[], float] = time.perf_counter,
         metrics: Totals | None = None,
         controller: AdaptiveController | None = None,
@@ -89,7 +85,7 @@ class Scheduler:
             self._allocator, config.kv_writes, runner.set_pages, lookahead, windows
         )
         self._run_ahead = run_ahead
-        self._max_waiting = max_waiting_requests
+        self._max_waiting, self._max_stall = max_waiting_requests, max_prefill_stall
         self._clock = clock
         self._metrics = Totals() if metrics is None else metrics
         self._controller = controller
@@ -101,7 +97,6 @@ class Scheduler:
         self._deadlines = Deadlines()
         # steps until a blocked admission is retried; reset to 0 if a running request frees pages
         self._blocked_steps = 0
-        self._stalled_tokens = 0  # prompt tokens for which rounds have waited in this burst
 
     @property
     def has_work(self) -> bool:
@@ -276,34 +271,50 @@ class Scheduler:
         return self._is_prefilling + min(len(self._waiting), len(self._free_slots))
 
     def _prefills_first(self, num_starting: int) -> bool:
-        """Whether rounds wait until all requests that could start have started.
+        """Whether prompts are computed without a round: if no request has decoded yet.
 
-        A round with few rows takes nearly as long as one with many. In a burst, rounds therefore
-        wait, for at most ``MAX_STALL`` prompt tokens.
+        A round with few rows takes nearly as long as one with many, so requests that start together
+        wait for each other, for at most :data:`MAX_BURST`. Other requests never wait for a burst.
         """
-        is_idle = len(self._running) == self._is_prefilling
-        is_burst = num_starting >= min_burst(self._runner.config.num_slots - 1)
-        if is_idle or not is_burst:
-            self._stalled_tokens = 0
-        return is_idle or (is_burst and self._stalled_tokens < MAX_STALL)
+        rows = [row for row in self._running if row.can_advance()]
+        if any(row.has_decoded for row in rows) or (rows and num_starting < 2):
+            return False
+        times = [row.request.first_token_time for row in rows if not row.awaits_first]
+        return all(time is None or self._clock() < time + MAX_BURST for time in times)
 
-    def _prefill(self, is_first: bool) -> bool:
-        """Dispatch prompt chunks up to the token budget; return whether there were any."""
+    def _max_prefill(self, is_first: bool) -> int:
+        """Maximum number of prompt tokens in this step."""
         config = self._runner.config
         buckets = config.prefill_buckets
         if not self._in_flight:
             # the device is idle, so begin with a smaller dispatch and admit others meanwhile
             buckets = buckets[:-1] or buckets
-        budget = buckets[-1] if is_first else min(buckets[-1], config.mixed_prefill_tokens)
+        if is_first:
+            return buckets[-1]
+        most = min(buckets[-1], config.mixed_prefill_tokens)
+        if self._max_stall is None:
+            return most
+        return min(most, self._in_flight.prefill_times.widest_within(self._max_stall))
+
+    def _prefill(self, is_first: bool) -> bool:
+        """Dispatch prompt chunks up to the token budget; return whether there were any."""
+        budget = self._max_prefill(is_first)
+        config = self._runner.config
+        limit = config.num_slots if is_first else config.max_chunks(budget)  # of one call
         capacity = self._budget.capacity(self._running)
         pieces: list[PromptPiece] = []
         duplicates: list[RunningRequest] = []
-        while budget > 0 and (row := self._row_to_prefill(capacity)) is not None:
+        while budget > 0 and len(pieces) < limit:
+            if (row := self._row_to_prefill(capacity)) is None:
+                break
             end = min(row.kv_len + budget, len(row.prefill_ids))
             missing = row.request.missing_logprobs
             if missing is not None and row.kv_len < missing < end:
                 end = missing  # earlier tokens need no logits
-            pieces.append(PromptPiece(row, row.kv_len, end))
+            piece = PromptPiece(row, row.kv_len, end)
+            if pieces and not is_first and piece.wants_logprobs != pieces[-1].wants_logprobs:
+                break  # it needs another call
+            pieces.append(piece)
             budget -= end - row.kv_len
             self._metrics.prefilled_tokens += end - row.kv_len
             self._budget.prepare_chunk(row, end, self._running)
@@ -311,8 +322,6 @@ class Scheduler:
             row.awaits_first = row.is_prefilled
             if row.is_prefilled and not self._budget.share(row, is_dispatched=False):
                 duplicates.append(row)
-        if is_first:
-            self._stalled_tokens += sum(piece.num_tokens for piece in pieces)
         self._in_flight.dispatch_prompts(pieces)
         self._budget.chunks_dispatched()
         for row in duplicates:

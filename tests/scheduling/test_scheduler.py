@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from specjax.kernels.tree_attention import MAX_MASKED
 
 from specjax.sampling.params import SamplingParams
-from specjax.scheduling import scheduler as scheduler_module
 from specjax.types import DraftShape
 
 from ..runners import (
@@ -253,31 +252,6 @@ def test_prompts_are_computed_together_and_share_pages_at_once() -> None:
     assert [request.cached_tokens for request in requests] == [0, 12, 12, 12]
     expected = plain_outputs(prompts, GREEDY, range(4))
     assert [request.output_ids for request in requests] == [ids[:3] for ids in expected]
-
-
-@pytest.mark.parametrize(
-    ("slots", "least"), [(1, 2), (2, 2), (16, 2), (17, 3), (32, 4), (64, 8), (256, 32)]
-)
-def test_a_burst_is_an_eighth_of_all_slots(slots: int, least: int) -> None:
-    assert scheduler_module.min_burst(slots) == least
-
-
-def test_decoding_waits_for_a_burst_but_not_forever(monkeypatch) -> None:
-    monkeypatch.setattr(scheduler_module, "MAX_STALL", 3 * 16)
-    serving = Serving(num_steps=0)
-    (first,) = serving.add(PROMPTS[:1], replace(GREEDY, max_new_tokens=50))
-    serving.step()
-    serving.watched.calls.clear()
-    # each ends with its first token, and its slot is free for the next
-    serving.add([[40 + i] * 16 for i in range(40)], replace(GREEDY, max_new_tokens=1))
-    while serving.num_waiting > 4:
-        serving.step()
-    calls = serving.watched.calls
-    assert calls.count("round") >= 40 // 3 // 4
-    stalls = [len(run) for run in "".join("R" if c == "round" else "P" for c in calls).split("R")]
-    assert max(stalls) <= 3 + 1
-    serving.finish()
-    assert len(first.output_ids) == 50
 
 
 @pytest.mark.parametrize("run_ahead", [0, 1])

@@ -1,0 +1,38 @@
+"""Times of prefill calls, measured while serving, to bound how long prompts delay rounds."""
+
+from collections.abc import Sequence
+
+# Weights of a new measurement that is above and below the estimate. Results that the host reads
+# late and the first call of a function take longer than the device needs.
+WEIGHT_ABOVE, WEIGHT_BELOW = 1 / 16, 1 / 2
+
+
+class PrefillTimes:
+    """Seconds per call by ``widths``, the ascending numbers of tokens that a call can have."""
+
+    def __init__(self, widths: Sequence[int]) -> None:
+        self._widths = widths
+        self._measured: dict[int, float] = {}
+
+    def observe(self, width: int, seconds: float) -> None:
+        """Record the time of one call."""
+        if seconds > 0.0:
+            known = self._measured.setdefault(width, seconds)
+            weight = WEIGHT_ABOVE if seconds > known else WEIGHT_BELOW
+            self._measured[width] = known + weight * (seconds - known)
+
+    def seconds(self, width: int) -> float | None:
+        """Estimate the time of a call; ``None`` if none was measured.
+
+        A call takes at most as long as several narrower calls for as many tokens. So a wide call
+        can become affordable without being measured again.
+        """
+        narrower = [known for known in self._measured if known <= width]
+        known = narrower or sorted(self._measured)[:1]
+        return min((self._measured[x] * width / x for x in known), default=None)
+
+    def widest_within(self, limit: float) -> int:
+        """The widest call that takes at most ``limit`` seconds, or else the narrowest of all."""
+        estimates = {width: self.seconds(width) for width in self._widths}
+        fitting = [width for width, time in estimates.items() if time is not None and time <= limit]
+        return max(fitting, default=self._widths[0])

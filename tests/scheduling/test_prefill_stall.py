@@ -1,0 +1,224 @@
+"""Prompts delay rounds for a limited time, on a device whose calls take a simulated time."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from specjax.runtime.runner_config import RunnerConfig
+from specjax.sampling.params import SamplingParams
+from specjax.scheduling.prefill_times import PrefillTimes
+from specjax.scheduling.request import Request
+from specjax.scheduling.scheduler import MAX_BURST, Scheduler
+from specjax.speculative.prefill import Chunk
+from specjax.types import NO_DRAFTS, DraftShape, Logprobs
+
+from ..runners import algorithm_of, make_request
+
+WIDTHS, ROUND = (128, 256, 512, 1024), 0.006
+RNG = np.random.default_rng(5)
+
+
+@dataclass
+class Result:
+    device: "Device"
+    tokens: np.ndarray
+    end: float
+    prompt_logprobs: Logprobs | None = None
+    logprobs = hidden_states = None
+    tier = NO_DRAFTS
+
+    def read(self) -> np.ndarray:
+        self.device.now = max(self.device.now, self.end)
+        return self.tokens
+
+
+class Device:
+    """A runner whose calls take the time of an 8B model on an H200, without any computation."""
+
+    def __init__(self, num_slots: int) -> None:
+        self.now = self.free = 0.0
+        self.slowdown = 1.0
+        self.calls: list[tuple[str, float]] = []  # name and seconds of each call
+        self.chunks: list[Chunk] = []
+        self.networks = SimpleNamespace(target_config=SimpleNamespace(windows=(), vocab_size=64))
+        self.config = RunnerConfig(
+            algorithm=algorithm_of(None),
+            shapes=(DraftShape.chain(0),),
+            page_size=16,
+            num_pages=20_000,
+            pages_per_request=512,
+            num_slots=num_slots + 1,
+            batch_buckets=(num_slots,),
+            prefill_buckets=WIDTHS,
+            mixed_prefill_tokens=WIDTHS[-1],
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *arguments, **options: None  # tables
+
+    def seconds(self, width: int) -> float:
+        return self.slowdown * (0.002 + 23e-6 * width)
+
+    def run(self, name: str, seconds: float) -> float:
+        self.calls.append((name, seconds))
+        self.free = max(self.free, self.now) + seconds
+        return self.free
+
+    def prefill(self, chunks: Sequence[Chunk], *, with_logprobs: bool = False) -> Result:
+        count = sum(len(chunk.tokens) for chunk in chunks)
+        width = next(
+            width
+            for width in WIDTHS
+            if width >= count and self.config.max_chunks(width) >= len(chunks)
+        )
+        self.chunks += chunks
+        end = self.run("prefill", self.seconds(width))
+        top = np.zeros((width, 20))
+        scores = Logprobs(np.zeros(width), top.astype(np.int32), top) if with_logprobs else None
+        return Result(self, np.full(self.config.max_chunks(width), 7, np.int32), end, scores)
+
+    def round(self, slots: Sequence[int], tier: DraftShape | None) -> Result:
+        tokens = np.array([7, 0, 0, 1], np.int32)
+        end = self.run("round", ROUND)
+        return Result(self, np.tile(tokens, (1, self.config.num_slots - 1, 1)), end)
+
+    def stalls(self) -> list[float]:
+        """Seconds of prefill between each two rounds."""
+        at = [i for i, (name, _) in enumerate(self.calls) if name == "round"]
+        return [sum(seconds for _, seconds in self.calls[a + 1 : b]) for a, b in pairwise(at)]
+
+
+def serve(device: Device, limit: float | None = 0.03) -> Scheduler:
+    return Scheduler(device, run_ahead=1, max_prefill_stall=limit, clock=lambda: device.now)  # type: ignore[arg-type]
+
+
+def requests_of(
+    device: Device, lengths: Sequence[int], num_tokens: int, **options: Any
+) -> list[Request]:
+    params = SamplingParams(temperature=0.0, max_new_tokens=num_tokens, ignore_eos=True)
+    clock = lambda: device.now  # noqa: E731
+    return [make_request([6] * n, params, rid=str(n), clock=clock, **options) for n in lengths]
+
+
+def finish(scheduler: Scheduler) -> None:
+    while scheduler.has_work:
+        scheduler.step()
+
+
+def run_beside(
+    device: Device, scheduler: Scheduler, others: Sequence[Request], num_tokens: int = 150
+) -> list[float]:
+    """Let three requests decode, then add others; return the stalls."""
+    streams = requests_of(device, [300, 40, 20], num_tokens)
+    scheduler.add(*streams)
+    while len(streams[0].output_ids) < 4:
+        scheduler.step()
+    device.calls.clear()
+    device.chunks.clear()
+    scheduler.add(*others)
+    finish(scheduler)
+    assert all(len(r.output_ids) == r.max_new_tokens for r in (*streams, *others))
+    assert sum(len(chunk.tokens) for chunk in device.chunks) == sum(
+        len(request.input_ids) for request in others
+    )
+    return device.stalls()
+
+
+@pytest.mark.parametrize("limit", [0.0, 0.01, 0.03])
+@pytest.mark.parametrize("kind", ["burst", "long", "tiny", "scored"])
+def test_decoding_requests_wait_for_at_most_the_limit(limit: float, kind: str) -> None:
+    device = Device(128)
+    lengths = {"burst": [400] * 20, "long": [5000], "tiny": [1] * 120, "scored": [60] * 20}[kind]
+    others = requests_of(device, lengths, 2)
+    if kind == "scored":
+        scored = requests_of(device, lengths, 2, top_logprobs=0, logprob_start_len=0)
+        others = [one for pair in zip(others, scored, strict=True) for one in pair]
+    stalls = run_beside(device, serve(device, limit), others)
+    assert 0 < max(stalls) <= max(limit, device.seconds(WIDTHS[0]))
+    if kind in ("burst", "long") and limit:  # and the limit is used
+        assert max(stalls) >= device.seconds(max(w for w in WIDTHS if device.seconds(w) <= limit))
+
+
+def test_without_a_limit_only_the_chunk_size_counts() -> None:
+    device = Device(8)
+    stalls = run_beside(device, serve(device, None), requests_of(device, [5000], 2))
+    assert max(stalls) == device.seconds(WIDTHS[-1])
+
+
+def test_a_slower_device_gets_smaller_chunks() -> None:
+    device = Device(8)
+    scheduler = serve(device)
+    run_beside(device, scheduler, requests_of(device, [5000], 2))
+    device.slowdown = 4.0
+    stalls = run_beside(device, scheduler, requests_of(device, [5000] * 4, 2), 300)
+    assert stalls[0] > 0.1  # as fast as before would be less than 0.03 s
+    assert max(stalls[20:]) <= 0.03
+    device.slowdown = 1.0
+    stalls = run_beside(device, scheduler, requests_of(device, [5000] * 4, 2), 300)
+    assert max(stalls) == device.seconds(WIDTHS[-1])
+
+
+def test_requests_that_start_together_decode_together() -> None:
+    device = Device(32)
+    scheduler = serve(device)
+    scheduler.add(*requests_of(device, [500] * 32, 4))
+    finish(scheduler)
+    names = [name for name, _ in device.calls]
+    # the last prompt may come alone
+    assert names.index("round") >= names.count("prefill") - 1 > 10
+
+
+def test_the_first_of_a_burst_do_not_wait_for_ever() -> None:
+    device = Device(32)
+    device.slowdown = 20.0  # 0.5 s per call of 1,024 tokens
+    scheduler = serve(device)
+    requests = requests_of(device, [500] * 32, 4)
+    scheduler.add(*requests)
+    finish(scheduler)
+    names = [name for name, _ in device.calls]
+    before = sum(seconds for _, seconds in device.calls[: names.index("round")])
+    first = requests[0].first_token_time
+    assert first is not None
+    assert MAX_BURST <= before - first < MAX_BURST + 2 * device.seconds(WIDTHS[-1])
+
+
+def test_a_new_caller_starts_with_the_next_free_slot() -> None:
+    device = Device(4)
+    scheduler = serve(device)
+    batch = requests_of(device, [100] * 40, 8)
+    (single,) = requests_of(device, [90], 8)
+    scheduler.add(*batch, caller="batch")
+    for _ in range(8):
+        scheduler.step()
+    started = sum(r.admitted_time is not None for r in batch)
+    scheduler.add(single, caller="single")
+    finish(scheduler)
+    assert started < 10
+    before = [r for r in batch if r.admitted_time < single.admitted_time]
+    assert len(before) <= started + 1
+    assert sorted(r.admitted_time for r in batch) == [r.admitted_time for r in batch]
+
+
+def test_times_of_calls_are_estimated_from_those_measured() -> None:
+    times = PrefillTimes((128, 256, 512, 1024))
+    assert times.seconds(512) is None
+    assert times.widest_within(1.0) == 128  # nothing is known
+    times.observe(256, 0.01)
+    assert [times.seconds(w) for w in (128, 256, 512, 1024)] == [0.005, 0.01, 0.02, 0.04]
+    assert times.widest_within(0.03) == 512
+    times.observe(1024, 0.05)
+    assert times.seconds(1024) == 0.04  # as four calls of 256
+    times.observe(1024, 0.02)
+    assert times.seconds(1024) == 0.035
+    assert times.widest_within(0.001) == 128
+    times.observe(256, 0.0)  # nobody waited for the result before
+    times.observe(256, -np.inf)
+    assert times.seconds(256) == 0.01
+    for _ in range(100):
+        times.observe(256, 0.08)
+    assert times.seconds(256) == pytest.approx(0.08, rel=0.01)
