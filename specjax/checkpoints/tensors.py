@@ -5,6 +5,7 @@ import os
 import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -47,12 +48,11 @@ def _shards(directory: Path, index: str) -> list[Path]:
     if not weight_map.values:
         raise ValueError(f"{directory / index} has no weight_map")
     names = dict.fromkeys(weight_map.get(tensor, str) for tensor in weight_map.values)
-    paths = [directory / name for name in names]
     if others := [name for name in names if os.path.basename(name) != name]:
         raise ValueError(f"{directory / index} names {others[0]!r}, a file in another folder")
-    if absent := [path.name for path in paths if not os.path.isfile(path)]:
-        raise ValueError(f"{directory / index} names missing shards: {absent[:5]}")
-    return paths
+    if absent := list(islice((x for x in names if not os.path.isfile(directory / x)), 5)):
+        raise ValueError(f"{directory / index} names missing shards: {absent}")
+    return [directory / name for name in names]
 
 
 _DTYPES = {"BOOL": "bool", "F8_E4M3": "float8_e4m3fn", "BF16": "bfloat16", "C64": "complex64"}
