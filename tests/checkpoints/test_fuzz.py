@@ -238,4 +238,4 @@ def test_damage_is_refused(name: str, files: Files, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_much_damage_is_refused(name: str, files: Files, tmp_path: Path) -> None:
-    check(CASES[name], tmp_path, files, 200)
+    check(CASES[name], tmp_path, files, 100)
