@@ -276,12 +276,11 @@ def open_mtp(
     model = huggingface_config(path, target.config.dtype)
     check_pair(path / "config.json", model.vocab_size, model.hidden_size, target.config)
     theta = model.rope_theta if rope_theta is None else rope_theta
-    for key, values in {"layer_types": model.windows, "rope_parameters": model.layer_ropes}.items():
-        if len(set(values)) > 1:
-            raise ValueError(
-                f"{path / 'config.json'}: {key} differs between layers of the target, so that of "
-                "the multi-token prediction modules is unknown; use another draft"
-            )
+    if len(set(model.windows)) > 1 or len(set(model.layer_ropes)) > 1:
+        raise ValueError(
+            f"{path / 'config.json'}: layer_types differs between layers of the target, so that of "
+            "the multi-token prediction modules is unknown; use another draft"
+        )
     windows, ropes = (values[:1] * num_modules for values in (model.windows, model.layer_ropes))
     if (format := model.quantization) is not None:
         is_plain = all(source.infos[name].dtype in FLOATS for name in names)

@@ -231,11 +231,8 @@ def _published_block(config: BlockConfig) -> dict[str, Any]:
         (True,) * config.num_layers: {"is_causal": True},
     }
     values = dataclasses.asdict(config)
-    body = {
-        "qkv_bias",
-        "mlp_bias",
-        *(field.name for field in dataclasses.fields(TransformerConfig)),
-    }
+    body = {field.name for field in dataclasses.fields(TransformerConfig)}
+    body |= {"qkv_bias", "mlp_bias"}
     algorithm = "dspark" if config.markov_head else "dflash"
     method = {"proposal_type": "greedy", "speculative_tokens": config.num_drafts}
     return {

@@ -193,6 +193,7 @@ def draft_windows(
         raise config.wrong("sliding_window", demand)
     values = {**config.values, "num_hidden_layers": num_layers}
     sized = ReadFields(values, config.where, config.seen)
+    sized.get("num_hidden_layers", Count)
     slides = sliding_layers(sized, lambda i: bool(is_on and window) and i >= first)
     if (forced or any(slides)) and not window:
         raise ValueError(f"{config.where}: layers with sliding attention need sliding_window")

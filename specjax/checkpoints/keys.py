@@ -1,20 +1,22 @@
 """Keys of configurations that change a network: each is read, or refused by name."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 from specjax.json_file import Fields
 
 # keys that change a network, and the value with which each changes nothing
-NEUTRAL: dict[str, Any] = {
-    **dict.fromkeys(("attention_sink_bias", "use_gemma_norm", "rope_interleaved"), 0),
-    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"), 0),
-    **dict.fromkeys(("attention_value_scale", "logit_scale", "logits_scaling"), 1),
-    **dict.fromkeys(("embedding_multiplier", "residual_multiplier", "output_multiplier"), 1),
-    **dict.fromkeys(("input_embedding_scale", "is_neox_style", "rope_is_neox_style"), 1),
-    "partial_rotary_factor": 1,
-}
+NEUTRAL: dict[str, Any] = dict.fromkeys(
+    "attention_sink_bias use_gemma_norm rope_interleaved attn_logit_softcapping "
+    "final_logit_softcapping".split(),
+    0,
+) | dict.fromkeys(
+    "attention_value_scale logit_scale logits_scaling embedding_multiplier residual_multiplier "
+    "output_multiplier input_embedding_scale is_neox_style rope_is_neox_style "
+    "partial_rotary_factor".split(),
+    1,
+)
 # Words in the names of further keys that may change the layers of a draft. Tensors show the others:
 # names and shapes of experts, heads, biases and norms must fit.
 _WORDS = re.compile(
@@ -42,7 +44,7 @@ class ReadFields(Fields):
 
 
 def refuse_unread(
-    places: Iterable[Fields], seen: set[str], head_dim: int, *, of_draft: bool
+    places: Sequence[Fields], seen: set[str], head_dim: int, *, of_draft: bool
 ) -> None:
     """Raise ValueError for a key that was not read and may change the network.
 
@@ -50,28 +52,26 @@ def refuse_unread(
     """
     neutral = NEUTRAL | {"rope_dim": head_dim, "query_pre_attn_scalar": head_dim}
     neutral["attention_multiplier"] = head_dim**-0.5
-    for place in places:
+    ropes = [
+        place.fields(name)
+        for place in places
+        for name in ("rope_parameters", "rope_scaling")
+        if isinstance(place.values.get(name), dict)
+    ]
+    ropes += [x.fields("full_attention") for x in ropes if "full_attention" in x]
+    for place, has_words in [*((x, of_draft) for x in places), *((x, False) for x in ropes)]:
         for key, value in place.values.items():
             if value is None or key in seen:
                 continue
             if key == "layer_types":
                 is_refused = not isinstance(value, list) or {*map(str, value)} != {"full_attention"}
+            elif key == "sliding_attention":
+                is_refused = value != place.values.get("full_attention")
             elif key in neutral:
                 is_refused = value != neutral[key]
             else:
-                is_word = of_draft and _WORDS.search(key) and not _HARMLESS.search(key)
+                is_word = has_words and _WORDS.search(key) and not _HARMLESS.search(key)
                 is_refused = bool(is_word and value)
             if is_refused:
                 demand = "is not supported; use another model, or remove it if it has no effect"
                 raise place.wrong(key, demand)
-        for name in "rope_parameters", "rope_scaling":
-            if not isinstance(place.values.get(name), dict):
-                continue
-            rope, full = place.fields(name), place.values[name].get("full_attention")
-            local = rope.values.get("sliding_attention")
-            if "sliding_attention" not in seen and local not in (None, full):
-                raise rope.wrong("sliding_attention", "must be the same as full_attention")
-            for values in (rope.values, full if isinstance(full, dict) else {}):
-                for key in {"rope_dim", "partial_rotary_factor"} - seen:
-                    if values.get(key, neutral[key]) not in (None, neutral[key]):
-                        raise Fields(values, rope.where).wrong(key, "is not supported")

@@ -6,15 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from specjax.config import (
-    BlockConfig,
-    Count,
-    DraftConfig,
-    Dtypes,
-    ModelConfig,
-    Rope,
-    TransformerConfig,
-)
+from specjax.config import BlockConfig, DraftConfig, Dtypes, ModelConfig, Rope, TransformerConfig
 from specjax.json_file import Fields, Flag, Size
 from specjax.models.layers import LayerKind
 from specjax.models.rope import rotated_rows
@@ -302,7 +294,7 @@ def attention_biases(config: Fields) -> dict[str, Any]:
 
 def sliding_layers(config: Fields, slides: Callable[[int], bool]) -> list[bool]:
     """Read which layers have a window; ``slides(i)`` decides without ``layer_types``."""
-    kinds, count = config.get("layer_types", list[str], []), config.get("num_hidden_layers", Count)
+    kinds, count = config.get("layer_types", list[str], []), config.get("num_hidden_layers", Size)
     if unknown := sorted(set(kinds) - {"sliding_attention", "full_attention"}):
         raise config.wrong("layer_types", f"has kinds {unknown} that are not supported")
     if kinds and len(kinds) != count:

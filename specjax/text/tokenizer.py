@@ -246,8 +246,9 @@ def set_template(
 
     Where a flag is absent, the encoder still adds what its own post-processor adds.
     """
-    text = next(iter(special.values()), "a")
-    encoded = _call(backend.encode, text)
+    if not special:
+        return
+    encoded = _call(backend.encode, next(iter(special.values())))
     places = [i for i, number in enumerate(encoded.sequence_ids) if number is not None]
     begin, end = (places[0], places[-1] + 1) if places else (0, 0)
     sides = []

@@ -161,17 +161,17 @@ def open_initial(args: argparse.Namespace, target: TargetCheckpoint) -> Any:
     opened: Any
     if args.algorithm == "EAGLE3":
         opened = open_draft(args.initial, target, checkpoint_format="eagle-3")
-        is_other = any(opened.config.windows)
+        others = opened.config.windows
     else:
         opened = open_block(args.initial, target)
         config = opened.config
         if (config.markov_head is None) != (args.algorithm == "DFLASH"):
             raise ValueError(f"--initial {args.initial} is not for --algorithm {args.algorithm}")
-        is_other = any((*config.windows, *config.causal, config.qkv_bias))
-    if is_other:
+        others = *config.windows, *config.causal, config.qkv_bias
+    if any(others):
         raise ValueError(
-            f"--initial {args.initial}: drafts with sliding windows, and block drafters with "
-            "causal layers or biases, cannot be trained; leave --initial out"
+            f"--initial {args.initial}: drafters with sliding windows, causal layers or biases "
+            "cannot be trained; leave --initial out"
         )
     return opened
 
