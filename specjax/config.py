@@ -193,6 +193,14 @@ class TransformerConfig:
             known = sorted(("auto", *KV_DTYPES))
             raise ValueError(f"kv_cache_dtype={self.kv_cache_dtype!r} is not one of {known}")
 
+    def check_layers(self, *names: str) -> None:
+        """Raise ValueError if a field is neither empty nor has one value per layer."""
+        for name in names:
+            if (values := getattr(self, name)) and len(values) != self.num_layers:
+                raise ValueError(
+                    f"{name}={values} must have one value for each of num_layers={self.num_layers}"
+                )
+
     @property
     def dtypes(self) -> Dtypes:
         plain = jnp.dtype(DTYPES[self.dtype])
@@ -233,11 +241,7 @@ class ModelConfig(TransformerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("windows", "layer_ropes"):
-            if (found := getattr(self, name)) and len(found) != self.num_layers:
-                raise ValueError(
-                    f"{name}={found} must have one value for each of num_layers={self.num_layers}"
-                )
+        self.check_layers("windows", "layer_ropes")
 
     @property
     def context_limit(self) -> int:
@@ -304,11 +308,7 @@ class FeatureConfig(TransformerConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_integer("draft_vocab_size", self.draft_vocab_size, 1, self.vocab_size)
-        if self.windows and len(self.windows) != self.num_layers:
-            raise ValueError(
-                f"windows={self.windows} must have one value for each of "
-                f"num_layers={self.num_layers}"
-            )
+        self.check_layers("windows")
 
     @property
     def feature_size(self) -> int:
@@ -394,10 +394,7 @@ class BlockConfig(FeatureConfig):
         for name, default in (("windows", 0), ("causal", False)):
             if not getattr(self, name):
                 object.__setattr__(self, name, (default,) * self.num_layers)
-        if len(self.causal) != self.num_layers:
-            raise ValueError(
-                f"causal={self.causal} must have one value for each of num_layers={self.num_layers}"
-            )
+        self.check_layers("causal")
         if not self.feature_layers:
             raise ValueError("a block drafter needs feature_layers")
         check_integer("num_drafts", self.num_drafts, 1, MAX_STEPS)

@@ -23,7 +23,6 @@ from specjax.checks import check_integer
 from specjax.config import (
     BlockConfig,
     DraftConfig,
-    FeatureConfig,
     ModelConfig,
     Quantization,
     TransformerConfig,
@@ -203,11 +202,6 @@ def published_target(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _published_windows(config: FeatureConfig) -> dict[str, Any]:
-    kinds = ["sliding_attention" if window else "full_attention" for window in config.windows]
-    return {"layer_types": kinds, "sliding_window": max(config.windows) or None}
-
-
 def _published_head(config: DraftConfig) -> dict[str, Any]:
     values = dataclasses.asdict(config)
     return {
@@ -215,7 +209,6 @@ def _published_head(config: DraftConfig) -> dict[str, Any]:
         "model_type": "llama",
         "hidden_act": config.activation,
         **{name: values[ours] for name, ours in _PUBLISHED.items()},
-        **(_published_windows(config) if config.windows else {}),
         "eagle_config": {
             "eagle_aux_hidden_state_layer_ids": list(config.feature_layers),
             "use_aux_hidden_state": True,
@@ -224,7 +217,7 @@ def _published_head(config: DraftConfig) -> dict[str, Any]:
 
 
 def _published_block(config: BlockConfig) -> dict[str, Any]:
-    slides = [window > 0 for window in config.windows]
+    slides, window = [window > 0 for window in config.windows], max(config.windows)
     by_default = {  # causality of each layer -> the keys that express it
         tuple(slides): {"sliding_window_non_causal": False},
         (False,) * config.num_layers: {"sliding_window_non_causal": True},
@@ -233,6 +226,7 @@ def _published_block(config: BlockConfig) -> dict[str, Any]:
     values = dataclasses.asdict(config)
     body = {field.name for field in dataclasses.fields(TransformerConfig)}
     body |= {"qkv_bias", "mlp_bias"}
+    kinds = ["sliding_attention" if slide else "full_attention" for slide in slides]
     algorithm = "dspark" if config.markov_head else "dflash"
     method = {"proposal_type": "greedy", "speculative_tokens": config.num_drafts}
     return {
@@ -242,7 +236,8 @@ def _published_block(config: BlockConfig) -> dict[str, Any]:
             "model_type": "qwen3",
             "hidden_act": config.activation,
             **{name: values[ours] for name, ours in _PUBLISHED.items() if ours in body},
-            **_published_windows(config),
+            "layer_types": kinds,
+            "sliding_window": window or None,
         },
         "torch_dtype": config.dtype,
         "target_hidden_size": config.target_hidden_size,

@@ -7,16 +7,12 @@ from typing import Any
 from specjax.json_file import Fields
 
 # keys that change a network, and the value with which each changes nothing
-NEUTRAL: dict[str, Any] = dict.fromkeys(
-    "attention_sink_bias use_gemma_norm rope_interleaved attn_logit_softcapping "
-    "final_logit_softcapping".split(),
-    0,
-) | dict.fromkeys(
-    "attention_value_scale logit_scale logits_scaling embedding_multiplier residual_multiplier "
-    "output_multiplier input_embedding_scale is_neox_style rope_is_neox_style "
-    "partial_rotary_factor".split(),
-    1,
-)
+_ZERO = "attention_sink_bias attn_logit_softcapping final_logit_softcapping rope_interleaved \
+use_gemma_norm"
+_ONE = "attention_value_scale embedding_multiplier input_embedding_scale is_neox_style logit_scale \
+logits_scaling output_multiplier partial_rotary_factor residual_multiplier rope_is_neox_style \
+use_input_layernorm_in_first_layer use_last_layernorm"
+NEUTRAL: dict[str, Any] = dict.fromkeys(_ZERO.split(), 0) | dict.fromkeys(_ONE.split(), 1)
 # Words in the names of further keys that may change the layers of a draft. Tensors show the others:
 # names and shapes of experts, heads, biases and norms must fit.
 _WORDS = re.compile(
@@ -50,14 +46,10 @@ def refuse_unread(
 
     ``of_draft`` also refuses unknown keys that a word in their name makes likely to change it.
     """
-    neutral = NEUTRAL | {"rope_dim": head_dim, "query_pre_attn_scalar": head_dim}
+    neutral = NEUTRAL | dict.fromkeys(("rope_dim", "query_pre_attn_scalar"), head_dim)
     neutral["attention_multiplier"] = head_dim**-0.5
-    ropes = [
-        place.fields(name)
-        for place in places
-        for name in ("rope_parameters", "rope_scaling")
-        if isinstance(place.values.get(name), dict)
-    ]
+    names = "rope_parameters", "rope_scaling"
+    ropes = [x.fields(n) for x in places for n in names if isinstance(x.values.get(n), dict)]
     ropes += [x.fields("full_attention") for x in ropes if "full_attention" in x]
     for place, has_words in [*((x, of_draft) for x in places), *((x, False) for x in ropes)]:
         for key, value in place.values.items():

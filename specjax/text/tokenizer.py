@@ -176,8 +176,7 @@ def _call(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
     except BaseException as error:
         if type(error).__name__ != "PanicException":
             raise
-        message = f"tokenizer.json is damaged: {function.__name__} fails: {error}"
-        raise ValueError(message) from error
+        raise ValueError(f"tokenizer.json: {function.__name__} fails: {error}") from error
 
 
 def _check_panics(backend: tokenizers.Tokenizer) -> None:
