@@ -26,9 +26,8 @@ class CompletionText:
     ) -> None:
         self._decoder = decoder
         self._keeps_stop = keeps_stop
-        self._skipped_stops = dict[int, str]()
-        if isinstance(decoder, IncrementalDecoder):  # tests have others
-            self._skipped_stops = decoder.skipped_among(stops)
+        skipped = getattr(decoder, "skipped", {})  # ids of the tokens that the text leaves out
+        self._skipped_stops = {skipped[stop]: stop for stop in stops if stop in skipped}
         # a stop string that begins with another one is never found first, so it is left out
         self._stops: list[str] = []
         for stop in sorted(stops):

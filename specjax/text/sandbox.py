@@ -56,9 +56,7 @@ _compile = functools.lru_cache(maxsize=16)(_ENVIRONMENT.from_string)
 class _Arguments(dict[str, Any]):
     """Arguments of a tool call: an object, and JSON text if a template prints or joins it."""
 
-    def __init__(self, value: Any, text: str) -> None:
-        super().__init__(value.items())  # AttributeError for other values
-        self._text = text
+    _text = ""
 
     def __str__(self) -> str:
         return self._text
@@ -76,8 +74,9 @@ def _adapt(call: Any) -> None:
         function = call.get("function", call)
         value = function["arguments"]
         text = value if isinstance(value, str) else _to_json(value)
-        value = json.loads(text or "{}") if text is value else value
-        function["arguments"] = _Arguments(value, text)
+        arguments = _Arguments((json.loads(text or "{}") if text is value else value).items())
+        arguments._text = text
+        function["arguments"] = arguments
 
 
 def _answer(request: bytes) -> tuple[bool, str]:

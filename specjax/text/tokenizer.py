@@ -296,16 +296,12 @@ class IncrementalDecoder:
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
         # generated ids need no check
         self._decode = partial(tokenizer.decode_generated, skip_special_tokens=skip_special_tokens)
-        self._skipped = tokenizer.special_ids if skip_special_tokens else {}
+        self.skipped = tokenizer.special_ids if skip_special_tokens else {}
         self._is_bytewise = isinstance(tokenizer.backend.decoder, decoders.ByteLevel)
         self._context: list[int] = []
         self._pending: list[int] = []
         self._held = ""  # text of pending tokens, with U+FFFD at its end
         self._settled = ""  # text before them that is not emitted, although it cannot change
-
-    def skipped_among(self, texts: Iterable[str]) -> dict[int, str]:
-        """Return the texts that are tokens which this decoder leaves out, by token id."""
-        return {self._skipped[text]: text for text in texts if text in self._skipped}
 
     def push(self, ids: Iterable[int]) -> str:
         """Append tokens and return the text that later tokens cannot change."""

@@ -25,7 +25,6 @@ MISTRAL_ID, MISTRAL_ARGS = "[CALL_ID]", "[ARGS]"
 _DECODER = json.JSONDecoder()
 _SEPARATORS = re.compile(r"[\s;]*")
 _SPACE = re.compile(r"[ \t\n\r]*")
-MAX_WORD = 10  # characters of the longest JSON word, -Infinity, and one more
 MAX_PYTHON = 2**16  # characters of a list of Python calls
 
 
@@ -58,7 +57,7 @@ def _hermes(text: str, names: Collection[str], is_final: bool) -> Parsed:
     while (begin := text.find(START, at)) >= 0:
         value, after = _read(text, begin + len(START))
         # a text that goes on may complete the value, even if it has an end tag, in a string
-        end = -1 if after is None and not is_final else text.find(END, after or begin)
+        end = text.find(END, max(after, begin)) if is_final or after >= 0 else -1
         # the end tag may be missing, because it is an end token of some models
         is_last = end < 0 and is_final and after == len(text)
         call = _call_of(value, names) if end == after or is_last else None
@@ -89,8 +88,8 @@ def _mistral(text: str, names: Collection[str], is_final: bool) -> Parsed:
         return "" if is_list else text[:begin], []
     if calls := _calls_of(_json(text), names):
         return "", calls
-    at: int | None = begin
-    while at is not None and text.startswith(MISTRAL_TAG, at):
+    at = max(begin, 0)
+    while text.startswith(MISTRAL_TAG, at):
         start = at + len(MISTRAL_TAG)
         value, at = _read(text, start)
         if not isinstance(value, list) and (end := text.find(MISTRAL_ARGS, start)) >= 0:
@@ -100,7 +99,7 @@ def _mistral(text: str, names: Collection[str], is_final: bool) -> Parsed:
         if not (made := _calls_of(value, names)):
             return text, []
         calls += made
-    return (text[:begin], calls) if at == len(text) else (text, [])
+    return (text[:begin], calls) if calls and at == len(text) else (text, [])
 
 
 def _pythonic(text: str, names: Collection[str], is_final: bool) -> Parsed:
@@ -148,22 +147,17 @@ def _json(text: str) -> Any:
         return None
 
 
-def _read(text: str, at: int) -> tuple[Any, int | None]:
-    """Read a JSON value and the white space around it; return the value and the end.
-
-    If there is none, the value is ``None``. The end then is ``at``, or ``None`` if a longer text
-    may have a value.
-    """
-    start = _SPACE.match(text, at).end()  # type: ignore[union-attr]
+def _read(text: str, at: int) -> tuple[Any, int]:
+    """Read a JSON value and the white space around it; return the value and its end, or -1."""
     try:
-        value, end = _DECODER.raw_decode(text, start)
-    except json.JSONDecodeError as error:
-        after = _SPACE.match(text, error.pos + MAX_WORD).end()  # type: ignore[union-attr]
-        is_open = after == len(text) or error.msg.startswith("Unterminated")
-        return None, None if is_open else at
+        value, end = _DECODER.raw_decode(text, _skip_space(text, at))
     except (ValueError, RecursionError):
-        return None, at
-    return value, _SPACE.match(text, end).end()  # type: ignore[union-attr]
+        return None, -1
+    return value, _skip_space(text, end)
+
+
+def _skip_space(text: str, at: int) -> int:
+    return _SPACE.match(text, at).end()  # type: ignore[union-attr]
 
 
 def _object_calls(text: str, names: Collection[str]) -> list[ToolCall]:
