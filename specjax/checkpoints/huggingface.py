@@ -13,6 +13,7 @@ from typing import Any
 from specjax.checkpoints.keys import ReadFields, refuse_unread
 from specjax.checkpoints.quantization import PACKED, read_kv_exponents, read_quantization
 from specjax.checkpoints.tensors import TensorSource, open_directory
+from specjax.checks import short
 from specjax.config import DTYPES, Count, DraftConfig, Epsilon, ModelConfig
 from specjax.json_file import Fields, Flag, PositiveSize, Size
 from specjax.models.family import sliding_layers
@@ -57,6 +58,7 @@ def huggingface_config(directory: Path, dtype: str) -> ModelConfig:
     source = cache(partial(open_text, directory))  # of large models, it reads many files
     if "quantization_config" in whole:
         values["quantization"] = read_quantization(whole, source)
+        _report_unmatched(whole.fields("quantization_config"), source())
     if values.get("quantization") is not None:
         values["kv_exponents"] = read_kv_exponents(source(), values["num_layers"])
     if is_wrapped:  # their settings for the text model are often absent or wrong
@@ -65,6 +67,18 @@ def huggingface_config(directory: Path, dtype: str) -> ModelConfig:
     values |= family.read(config)
     refuse_unread([config], config.seen, values["head_dim"], of_draft=False)
     return config.build(family.config, values)
+
+
+def _report_unmatched(stated: Fields, source: TensorSource) -> None:
+    """Warn of modules that are whole by name, but not in the file; patterns are not compared."""
+    stored = "".join(f".{name}." for name in source.infos)
+    # tied output heads are not stored, and tensors of images are not opened
+    others = re.compile(rf"re:|(.*\.)?lm_head\.$|{OF_IMAGES.pattern}")
+    for key in ("ignore", "modules_to_not_convert"):
+        names = [x for x in stated.get(key, list[str], []) if not others.match(f"{x}.")]
+        if absent := [name for name in names if f".{text_name(name)}." not in stored]:
+            text = "%s: %s names modules that the file lacks: %s"
+            logger.warning(text, stated.where, key, short(absent))
 
 
 def open_text(directory: Path) -> TensorSource:

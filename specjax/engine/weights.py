@@ -156,6 +156,13 @@ def weights_from_tensors(
     strays = sorted(n for n in tensors.keys() - parts if not (weights and owner.is_ignored(n)))
     if strays:
         raise ValueError(f"named_tensors: {strays[:5]} are not weights of the model")
+    table, output = weights.get("embedding.table"), tensors.get("lm_head.weight")
+    if not draft and owner.config.tie_word_embeddings and table is not None and output is not None:
+        if not np.array_equal(np.asarray(output), np.asarray(table)):
+            raise ValueError(
+                "named_tensors: 'lm_head.weight' differs from the embeddings, but the model has "
+                "tie_word_embeddings=True; leave it out"
+            )
     if not weights:
         raise ValueError(f"named_tensors has only {sorted(given)[:5]}, which replace no weights")
     for name in weights:

@@ -195,6 +195,27 @@ def test_formats_have_the_values_of_their_files(files: Files, tmp_path: Path, na
     assert weights["lm_head.kernel"].dtype == np.float32
 
 
+@pytest.mark.parametrize("key", ["ignore", "modules_to_not_convert"])
+def test_whole_modules_that_the_file_lacks_are_reported(
+    files: Files, tmp_path: Path, caplog: pytest.LogCaptureFixture, key: str
+) -> None:
+    stored, _ = make(files, tmp_path, "fp8-channel")
+    known = ["lm_head", "model.lm_head", "model.layers.0.mlp", "layers.1.self_attn.o_proj"]
+    known += ["language_model.model.norm", "re:.*gate$", "model.vision_tower.blocks.0"]
+    known += ["model.layers.0.mlp.gate_proj"]
+    absent = ["model.layers.0.mlp.gate", "model.layers.9", "ayers.0", "model.layers.0.mlp.down_pro"]
+    for names in (known, known + absent):
+        edit(stored, lambda fields, names=names: fields["quantization_config"].update({key: names}))
+        caplog.clear()
+        open_target(stored, dtype="float32")
+        warned = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+        assert len(warned) == (names is not known)
+    assert f"quantization_config: {key} names modules that the file lacks: {absent}" in warned[0]
+    edit(stored, lambda fields: fields["quantization_config"].update({key: "lm_head"}))
+    with pytest.raises(ValueError, match=f"config.json: quantization_config: {key}="):
+        open_target(stored, dtype="float32")
+
+
 class Foreign:
     """An array of another library, as of PyTorch, with a dtype that is not numpy's."""
 

@@ -376,6 +376,28 @@ def test_an_update_that_fails_half_way_is_a_fault(engine, new_engine, monkeypatc
         engine.generate("hello", GREEDY)
 
 
+def test_an_output_head_next_to_tied_embeddings_must_equal_them(
+    files: Files, tmp_path: Path
+) -> None:
+    """The update of a tied model may have the copy that its trainer holds."""
+    shutil.copytree(files.target, tmp_path / "tied")
+    body = json.loads((tmp_path / "tied/config.json").read_text()) | {"tie_word_embeddings": True}
+    (tmp_path / "tied/config.json").write_text(json.dumps(body))
+    tied = files.arguments(target=tmp_path / "tied", speculative=False)
+    plan = plan_engine(EngineArgs(**tied))
+    table = np.float32(load_file(files.target / "model.safetensors")["model.embed_tokens.weight"])
+    for name in ("model.embed_tokens.weight", "embedding.table"):
+        update = {name: table, "lm_head.weight": table.copy()}
+        assert list(weights_from_tensors(plan, update, draft=False)[0]) == ["embedding.table"]
+        for other in (table + 1, table[1:]):
+            update["lm_head.weight"] = other
+            with pytest.raises(ValueError, match=r"lm_head.weight.*tie_word_embeddings=True"):
+                weights_from_tensors(plan, update, draft=False)
+    untied = plan_engine(EngineArgs(**files.arguments(speculative=False)))
+    new, _ = weights_from_tensors(untied, update | {"lm_head.weight": table + 1}, draft=False)
+    assert sorted(new) == ["embedding.table", "lm_head.kernel"]
+
+
 @pytest.mark.parametrize("changed", [None, *SHARED])
 def test_other_copies_of_target_tensors_cause_a_warning(
     files: Files, tmp_path: Path, caplog: pytest.LogCaptureFixture, changed: str | None
