@@ -282,10 +282,11 @@ class RequestFactory:
         if tags is None and budget is not None:
             demand = "needs the engine option reasoning_parser"
             raise refused("thinking_token_budget", budget, demand)
-        if tags is not None and (last := tags.last(prompt)) != END:
-            thinking = Thinking(
-                tags.end, None if last == START else tags.start, budget, tags.spaces
-            )
+        last = END if tags is None else tags.last(prompt)
+        # a model begins to reason only with the first tag as a token
+        if tags is not None and (last == START or (last is None and tags.start is not None)):
+            start = None if last == START else tags.start
+            thinking = Thinking(tags.end, start, budget, tags.spaces)
         if params.grammar is None and thinking is None:
             return None
         kind, text = params.grammar or (None, "")

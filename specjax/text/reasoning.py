@@ -4,7 +4,7 @@ A chat template may open the reasoning itself, so that the completion begins ins
 it at once, so that there is none. Otherwise, a completion that begins with the first tag reasons.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from specjax.text.tokenizer import Tokenizer
@@ -13,6 +13,7 @@ START, END = "<think>", "</think>"
 PARSERS = ("qwen3", "deepseek-r1")
 # maximum number of tokens, of white space, after the last tag of a prompt that closes reasoning
 NEAR_END = 4
+MAX_END = len(START) + NEAR_END  # tokens of a first tag that is not a token, and the white space
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,7 @@ class ReasoningTags:
     end: int
     spaces: frozenset[int] = frozenset()  # tokens of white space
     is_special: bool = False  # whether texts without special tokens lack the tags
+    decode: Callable[[Sequence[int]], str] | None = None  # if the first tag is not a token
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> "ReasoningTags":
@@ -34,14 +36,17 @@ class ReasoningTags:
         ids = [found.ids for found in map(tokenizer.backend.encode, ("\n", "\n\n", " ", "\r\n"))]
         spaces = frozenset(one for found in ids for one in found)
         is_special = end in added and added[end].special
-        return cls(tokenizer.backend.token_to_id(START), end, spaces, is_special)
+        start = tokenizer.backend.token_to_id(START)
+        return cls(start, end, spaces, is_special, tokenizer.decode if start is None else None)
 
     def last(self, prompt: Sequence[int]) -> str | None:
         """The tag at the end of the prompt, before white space; ``None`` if there is none."""
+        if self.decode is not None and self.decode(prompt[-MAX_END:]).rstrip().endswith(START):
+            return START
         at = len(prompt)
         while at > max(1, len(prompt) - NEAR_END) and prompt[at - 1] in self.spaces:
             at -= 1
-        last = prompt[at - 1] if prompt else None
+        last = prompt[at - 1] if prompt else -1
         return END if last == self.end else START if last == self.start else None
 
 

@@ -171,6 +171,25 @@ def test_markdown_keeps_the_marks_of_drafts(driver, address, text, tags) -> None
     assert all(character in kept for character in drafts)
 
 
+@pytest.mark.slow
+@pytest.mark.browser
+def test_calls_without_results_are_text_in_the_history(driver, address) -> None:
+    """Templates refuse a call without its result, and a call that was cut off."""
+    if driver.current_url != f"{address}/":
+        driver.get(address)
+    calls = [
+        {"index": i, "id": "1", "type": "function", "function": {"name": name, "arguments": text}}
+        for i, (name, text) in enumerate((("f", '{"x": 1}'), ("g", '{"y": "cu')))
+    ]
+    for text, made, content in (
+        ("yes", [], "yes"),
+        ("", calls, 'f({"x": 1})\ng({"y": "cu'),
+        ("I call", calls[:1], 'I call\nf({"x": 1})'),
+    ):
+        turn = driver.execute_script("return turnOf(...arguments)", text, made)
+        assert turn == {"role": "assistant", "content": content}
+
+
 POLICY = """
 const names = ["rounds", "plain_rounds", "expected_tokens", "realised_tokens"];
 polls.push(...arguments[0].map((values) => values && Object.fromEntries(
