@@ -245,19 +245,21 @@ def set_template(
 
     Where a flag is absent, the encoder still adds what its own post-processor adds.
     """
-    if not special:
+    if (text := next(filter(None, special.values()), None)) is None:
         return
-    encoded = _call(backend.encode, next(iter(special.values())))
+    encoded = _call(backend.encode, text)
     places = [i for i, number in enumerate(encoded.sequence_ids) if number is not None]
     begin, end = (places[0], places[-1] + 1) if places else (0, 0)
     sides = []
-    for name, own in ("bos_token", encoded.tokens[:begin]), ("eos_token", encoded.tokens[end:]):
+    for name, ids in ("bos_token", encoded.ids[:begin]), ("eos_token", encoded.ids[end:]):
         if (is_added := config.get(f"{prefix}add_{name}", Flag, None)) is not None:
-            own = [special[name]] if is_added and name in special else []
-        sides.append(own)
-    ids = [(token, backend.token_to_id(token)) for token in {*sides[0], *sides[1]}]
+            token = special.get(name)
+            ids = [backend.token_to_id(token)] if is_added and token else []
+        sides.append([f"t{i}" for i in ids])
+    # names of their own: the template would read a token such as "x:1" as a token and its type
+    tokens = [{"id": t, "ids": [int(t[1:])], "tokens": [t]} for t in {*sides[0], *sides[1]}]
     single = [*sides[0], "$A", *sides[1]]
-    backend.post_processor = TemplateProcessing(single=single, pair=None, special_tokens=ids)
+    backend.post_processor = TemplateProcessing(single=single, pair=None, special_tokens=tokens)
 
 
 def _add_tokens(backend: tokenizers.Tokenizer, config: Fields) -> None:

@@ -539,9 +539,27 @@ def test_absent_flags_leave_the_post_processor(
     assert tokenizer.encode("ab") == [1] * first + middle + [2] * last
 
 
+@pytest.mark.parametrize("bos", ["x:1", "$A", ":", "a b", "$"])
+def test_any_text_may_be_a_special_token(tmp_path: Path, bos: str) -> None:
+    path = save(tmp_path, byte_fallback_tokenizer(), bos_token=bos, add_bos_token=True)
+    tokenizer = Tokenizer.from_pretrained(path)
+    middle = tokenizer.encode("ab", add_special_tokens=False)
+    assert tokenizer.encode("ab") == [tokenizer.backend.token_to_id(bos), *middle]
+
+
+def test_an_empty_special_token_is_refused(tmp_path: Path) -> None:
+    save(tmp_path, byte_fallback_tokenizer(), bos_token="", add_bos_token=True)
+    with pytest.raises(ValueError, match=r"tokenizer_config\.json: bos_token=''"):
+        Tokenizer.from_pretrained(tmp_path)
+
+
 SPLIT = {"type": "Split", "behavior": "Isolated", "invert": False}
 PANICS: dict[str, dict[str, Any]] = {
     "charsmap": {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}},
+    "charsmap that is read": {
+        "normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAAAAAA"}
+    },
+    "length 0": {"pre_tokenizer": {"type": "FixedLength", "length": 0}},
     "strip": {"decoder": {"type": "Strip", "content": "a", "start": 0, "stop": 10**9}},
     "regex": {"pre_tokenizer": SPLIT | {"pattern": {"Regex": "(a+)+$"}}},
     "regex of digits": {"pre_tokenizer": SPLIT | {"pattern": {"Regex": r"(\d|[0-9]x?)*$"}}},
