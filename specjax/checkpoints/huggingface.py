@@ -194,10 +194,10 @@ def draft_windows(
 ) -> tuple[list[bool], tuple[int, ...]]:
     """Read which layers of a draft slide, and the window of each layer, 0 for none.
 
-    Without ``layer_types``, ``use_sliding_window`` makes the layers from ``max_window_layers`` on
-    slide; files of speculators omit the latter if it has Qwen's default. ``forced`` gives a window
-    to all layers.
+    Without ``layer_types``, those from ``max_window_layers`` on slide if ``use_sliding_window`` is
+    set. ``forced`` gives a window to all layers.
     """
+    # files of speculators omit keys with the default of the model type
     is_qwen = config.get("model_type", str, "").startswith("qwen")
     first = config.get("max_window_layers", Size, 28 if is_qwen else 0)
     window = config.get("sliding_window", Size, config.get("swa_window_size", Size, 0))

@@ -125,7 +125,7 @@ def test_numbers_of_targets(tmp_path: Path, model_type: str) -> None:
     own, name = OF_FAMILY[model_type], FAMILIES[model_type].architecture
     body = CONFIG | own | {"model_type": model_type, "architectures": [name]}
     only = body if model_type == "llama" else own
-    check_numbers(tmp_path / "config.json", body, only, partial(open_target, tmp_path), 4)
+    check_numbers(tmp_path / "config.json", body, only, partial(open_target, tmp_path), 3)
 
 
 @pytest.mark.parametrize("kind", ["eagle-3", "5", "3-gated"])
