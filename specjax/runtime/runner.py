@@ -48,6 +48,12 @@ class Dispatched:
         for array in jax.tree.leaves((self.tokens, reports)):
             array.copy_to_host_async()
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether the device has the results, so that reading them does not wait for it."""
+        tokens: Any = self.tokens
+        return bool(tokens.is_ready())
+
     def read(self) -> np.ndarray:
         return np.asarray(self.tokens)
 

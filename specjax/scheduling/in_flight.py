@@ -1,7 +1,6 @@
 """Dispatch prompts and rounds, hold their results, and deliver these to requests."""
 
 import logging
-import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -87,7 +86,8 @@ class InFlight:
         # before; from then on, its rounds take the time until its own result, also if that is the
         # host's time
         self._started: float | None = None
-        self._read_time = 0.0  # when the last result was read; infinite if nobody waited for it
+        # when the last result was read, and whether the device had it before
+        self._read_time, self._was_ready = 0.0, True
         self.prefill_times = PrefillTimes(runner.config.prefill_buckets)
         # rows, result, padded batch size (if rounds), pieces, width and time (if prefill)
         self._queue: deque[
@@ -167,8 +167,9 @@ class InFlight:
         """Wait for the oldest result; yield the rows that ended, each with its error, if any."""
         rows, result, batch_size, pieces, width, dispatched = self._queue.popleft()
         if all(row.is_released for row in rows):
-            self._started, self._read_time = None, math.inf
+            self._started, self._read_time, self._was_ready = None, self._clock(), True
             return
+        is_ready = result.is_ready
         # wait for every chunk, not only for a prompt's last one, so that the host is not far ahead
         packed = result.read()
         values: list[Any] = packed.tolist()
@@ -179,9 +180,11 @@ class InFlight:
         reports = () if logprobs is None and states is None else (logprobs, states)
         at = 0
         now = self._clock()
-        if width:
+        # A call starts when the one before it ends, and both ends are known if the host waited for
+        # them. On an H200, including the others gave 11 ms for a call of 24 ms.
+        if width and not is_ready and (dispatched > self._read_time or not self._was_ready):
             self.prefill_times.observe(width, now - max(dispatched, self._read_time))
-        self._read_time = now
+        self._read_time, self._was_ready = now, is_ready
         seconds = 0.0 if self._started is None else (now - self._started) / max(1, len(values))
         self._started = now if batch_size and self._queue and self._queue[0][2] else None
         if batch_size and self._controller is not None:
