@@ -224,8 +224,7 @@ def plan_engine(args: EngineArgs) -> EnginePlan:
             )
     splits = args.disaggregation_mode is None  # KV is sent from a single pool
     slots = args.max_running_requests or (4 if on_cpu else 32)
-    default = sizing.DEFAULT_CHUNK_CPU if on_cpu else IDLE_CHUNK
-    chunk = args.chunked_prefill_size or default
+    chunk = args.chunked_prefill_size or (sizing.DEFAULT_CHUNK_CPU if on_cpu else IDLE_CHUNK)
     if on_cpu:
         most = min(chunk, context_length)
     else:

@@ -129,8 +129,8 @@ class InFlight:
         result = self._runner.round([row.slot for row in rows], self._choose_tier(rows))
         for row in rows:
             row.unread_rounds += config.rounds_per_dispatch
-        batch_size = pick_bucket(len(rows), config.batch_buckets)
-        self._queue.append((rows, result, batch_size, (), 0, 0.0))
+        bucket = pick_bucket(len(rows), config.batch_buckets)
+        self._queue.append((rows, result, bucket, (), 0, 0.0))
 
     def start_constrained(self, rows: list[RunningRequest]) -> None:
         """Dispatch the first call of a round in which a grammar limits a request."""

@@ -1,5 +1,6 @@
 """Times of prefill calls, measured while serving, to bound how long prompts delay rounds."""
 
+import math
 from collections.abc import Sequence
 
 # Weights of a new measurement that is above and below the estimate. The host may notice the end of
@@ -20,18 +21,16 @@ class PrefillTimes:
         weight = WEIGHT_ABOVE if seconds > known else WEIGHT_BELOW
         self._measured[width] = known + weight * (seconds - known)
 
-    def seconds(self, width: int) -> float | None:
-        """Estimate the time of a call; ``None`` if none was measured.
+    def seconds(self, width: int) -> float:
+        """Estimate the time of a call; infinite if none was measured.
 
         A call takes at most as long as several narrower calls for as many tokens. So a wide call
         can become affordable without being measured again.
         """
-        narrower = [known for known in self._measured if known <= width]
-        known = narrower or sorted(self._measured)[:1]
-        return min((self._measured[x] * width / x for x in known), default=None)
+        known = [x for x in self._measured if x <= width] or sorted(self._measured)[:1]
+        return min((self._measured[x] * width / x for x in known), default=math.inf)
 
     def widest_within(self, limit: float) -> int:
         """The widest call that takes at most ``limit`` seconds, or else the narrowest of all."""
-        estimates = {width: self.seconds(width) for width in self._widths}
-        fitting = [width for width, time in estimates.items() if time is not None and time <= limit]
+        fitting = (width for width in self._widths if self.seconds(width) <= limit)
         return max(fitting, default=self._widths[0])

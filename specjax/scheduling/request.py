@@ -433,11 +433,6 @@ class RunningRequest(PageHolding):
         """Whether the last chunk of ``prefill_ids`` has been dispatched."""
         return self.kv_len >= len(self.prefill_ids) and not self.is_remote
 
-    @property
-    def has_decoded(self) -> bool:
-        """Whether a round has been dispatched since the prompt was computed."""
-        return self.unread_rounds > 0 or self.kv_len > len(self.prefill_ids)
-
     def can_advance(self) -> bool:
         """Whether another round may be needed.
 

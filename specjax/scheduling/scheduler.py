@@ -5,6 +5,7 @@ request returns to the head of the queue, so the request that started first alwa
 """
 
 import logging
+import math
 import time
 from collections.abc import Callable, Hashable, Iterable
 
@@ -27,9 +28,8 @@ logger = logging.getLogger(__name__)
 # Retry a blocked admission after this many steps; the page reserve may have shrunk by then.
 RETRY_STEPS = 32
 MAX_SLEEP = 3600.0  # seconds, because the timeout of a queue has a limit
-# Requests that start together in an idle engine have their first round when all have their first
-# token, but at most this many seconds after one of them has it: 64 prompts of 1,024 tokens take
-# 1.5 s (Llama-3.1-8B shape, H200). With rounds between them, the last would take 2.1 s.
+# Requests that start together in an idle engine wait for each other, at most this many seconds from
+# the first token on: 64 prompts of 1,024 take 1.5 s, with rounds 2.1 s (Llama-3.1-8B shape, H200).
 MAX_BURST = 1.5
 LATE_SECONDS = 0.01  # wait for late grammars if nothing else is left to do
 
@@ -53,8 +53,7 @@ class Scheduler:
         run_ahead: number of dispatches left unread at the end of a step; does not affect outputs.
         caches_prefixes: cache the pages of prompts and outputs for requests with an equal start.
         max_waiting_requests: maximum number of waiting requests that have no free slot.
-        max_prefill_stall: maximum seconds of prefill between two rounds, as far as one call of the
-            smallest width permits; ``None`` if only ``mixed_prefill_tokens`` limits it.
+        max_prefill_stall: maximum seconds of prefill between two rounds, but at least one call.
         clock: the clock of the requests in seconds, for timeouts and metrics.
         controller: chooses the tier of each round from the acceptance in earlier rounds.
         prompt_source: gets the prompts of admitted requests; by default they are computed here.
@@ -67,7 +66,7 @@ class Scheduler:
         run_ahead: int,
         caches_prefixes: bool = False,
         max_waiting_requests: int | None = None,
-        max_prefill_stall: float | None = None,
+        max_prefill_stall: float = math.inf,
         clock: Callable[[], float] = time.perf_counter,
         metrics: Totals | None = None,
         controller: AdaptiveController | None = None,
@@ -277,36 +276,28 @@ class Scheduler:
         wait for each other, for at most :data:`MAX_BURST`. Other requests never wait for a burst.
         """
         rows = [row for row in self._running if row.can_advance()]
-        if any(row.has_decoded for row in rows) or (rows and num_starting < 2):
+        has_decoded = any(row.unread_rounds or row.kv_len > len(row.prefill_ids) for row in rows)
+        if has_decoded or (rows and num_starting < 2):
             return False
         times = [row.request.first_token_time for row in rows if not row.awaits_first]
         return all(time is None or self._clock() < time + MAX_BURST for time in times)
 
-    def _max_prefill(self, is_first: bool) -> int:
-        """Maximum number of prompt tokens in this step."""
+    def _prefill(self, is_first: bool) -> bool:
+        """Dispatch prompt chunks up to the token budget; return whether there were any."""
         config = self._runner.config
         buckets = config.prefill_buckets
         if not self._in_flight:
             # the device is idle, so begin with a smaller dispatch and admit others meanwhile
             buckets = buckets[:-1] or buckets
-        if is_first:
-            return buckets[-1]
-        most = min(buckets[-1], config.mixed_prefill_tokens)
-        if self._max_stall is None:
-            return most
-        return min(most, self._in_flight.prefill_times.widest_within(self._max_stall))
-
-    def _prefill(self, is_first: bool) -> bool:
-        """Dispatch prompt chunks up to the token budget; return whether there were any."""
-        budget = self._max_prefill(is_first)
-        config = self._runner.config
-        limit = config.num_slots if is_first else config.max_chunks(budget)  # of one call
+        budget, limit = buckets[-1], config.num_slots
+        if not is_first:
+            widest = self._in_flight.prefill_times.widest_within(self._max_stall)
+            budget = min(budget, config.mixed_prefill_tokens, widest)
+            limit = config.max_chunks(budget)  # of one call
         capacity = self._budget.capacity(self._running)
         pieces: list[PromptPiece] = []
         duplicates: list[RunningRequest] = []
-        while budget > 0 and len(pieces) < limit:
-            if (row := self._row_to_prefill(capacity)) is None:
-                break
+        while budget > 0 and len(pieces) < limit and (row := self._row_to_prefill(capacity)):
             end = min(row.kv_len + budget, len(row.prefill_ids))
             missing = row.request.missing_logprobs
             if missing is not None and row.kv_len < missing < end:

@@ -121,12 +121,6 @@ class Exchange:
             access.log(level, "%s " * 4 + "%s s %s", *fields.values(), extra={"fields": fields})
             request_id.reset(token)
 
-    @property
-    def caller(self) -> tuple[Any, ...] | None:
-        """The connection: all clients of a server have the same API key."""
-        client = self.scope.get("client")
-        return client and tuple(client)
-
     def header(self, name: bytes) -> bytes | None:
         """Return the value of a header; ``name`` is in lower case."""
         return next((value for key, value in self.scope["headers"] if key == name), None)

@@ -48,7 +48,9 @@ async def generate(
     """Answer a generation request; ``read`` checks and tokenises it."""
     service.check_open()
     call, answer = await read_body(service, exchange, read, renders=renders)
-    exchange.rid, call.caller = call.groups[0], exchange.caller
+    exchange.rid = call.groups[0]
+    # the connection, because all clients have the same API key
+    call.caller = tuple(exchange.scope.get("client") or ()) or None
     logger.debug("request %s started with %d completions", exchange.rid, len(call.requests))
     num_reported = max_reported(call)
     if num_reported > MAX_REPORTED:

@@ -37,6 +37,7 @@ def test_an_engine_that_runs_is_healthy(client, path) -> None:
 def test_server_info_is_the_engines(engine, client) -> None:
     info = client.get("/get_server_info").json()
     assert set(engine.get_server_info()) <= set(info)
+    assert 1e-3 * info["max_prefill_stall_ms"] == engine._scheduler._max_stall == 0.03
     assert info["internal_states"][0]["avg_spec_accept_length"] >= 0
     assert client.get("/get_model_info").json()["model_path"] == engine.target.name
 

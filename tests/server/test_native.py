@@ -1,7 +1,10 @@
 """SGLang's native routes: ``/generate`` and ``/abort_request``."""
 
+import json
 import threading
 import time
+from contextlib import closing
+from http.client import HTTPConnection
 from itertools import pairwise
 from typing import Any
 
@@ -32,6 +35,26 @@ def test_results_are_the_engines(engine, client, inputs) -> None:
         assert plain(found) == plain(expected)
     else:
         assert list(map(plain, found)) == list(map(plain, expected))
+
+
+def test_a_connection_is_a_caller(engine, client, monkeypatch) -> None:
+    callers, run = [], engine.async_run
+
+    async def record(call):
+        callers.append(call.caller)
+        return await run(call)
+
+    monkeypatch.setattr(engine, "async_run", record)
+    body = json.dumps({"input_ids": [4], "sampling_params": ENGINE_GREEDY | {"n": 2}})
+    addresses = []
+    for _ in range(2):
+        with closing(HTTPConnection("127.0.0.1", client.port)) as connection:
+            for _ in range(2):
+                connection.request("POST", ROUTE, body)
+                addresses.append(connection.sock.getsockname())
+                assert connection.getresponse().read()
+    assert callers == addresses
+    assert len(set(callers)) == 2
 
 
 def test_fields_of_gateways_and_benchmarks_change_nothing(engine, client) -> None:
