@@ -5,6 +5,7 @@ Only the command line configures logging.
 
 import json
 import logging
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -57,6 +58,11 @@ def _time(record: logging.LogRecord) -> str:
 def _escape(text: str) -> str:
     """Escape control characters, line separators and marks that reorder text."""
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+def discard_output() -> None:
+    """Discard output from now on; flushing a closed pipe at exit would fail again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 @contextmanager

@@ -96,6 +96,8 @@ def add_serve_parser(commands: Any) -> None:
         "--access-log": "log one line per answered request: client, method, path, status and time; "
         'those of /, /health, /ping and /metrics have level "debug"',
         "--quiet": "hide progress",
+        "--stay-after-failure": "keep the process, which answers 503, after the engine has failed "
+        "(default: it exits with status 1 after 10 s)",
     }
     options.add_switches(group, switches)
     options.add_engine_options(parser, options.SERVING)
@@ -115,6 +117,7 @@ def run_serve(
         host=args.host,
         port=args.port,
         shutdown_timeout=args.shutdown_timeout,
+        stays_after_failure=args.stay_after_failure,
         name=args.served_model_name,
         access=Access(
             # keys may come from the environment, because other users can read the command line

@@ -1,7 +1,6 @@
 """The ``specjax`` command: argument parser and error handling."""
 
 import argparse
-import io
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -54,7 +53,7 @@ def main(argv: Sequence[str] | None = None, *, make_engine: Callable[..., Any] =
         closed it.
     """
     if sys.stderr is None:  # print would use standard output instead
-        sys.stderr = io.StringIO()
+        sys.stderr = open(os.devnull, "w")
     args = build_parser().parse_args(argv)
     level = getattr(args, "log_level", "warning" if args.quiet else "info")
     shows_progress = not args.quiet and level in ("debug", "info")
@@ -75,8 +74,7 @@ def main(argv: Sequence[str] | None = None, *, make_engine: Callable[..., Any] =
         print("\nspecjax: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # the interpreter flushes stdout again at exit; redirect it so that the flush succeeds
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        logs.discard_output()
         return EXIT_BROKEN_PIPE
     except (ValueError, OSError, ImportError, NotImplementedError) as error:
         return report_error("specjax", error)

@@ -16,6 +16,7 @@ from specjax.checks import Natural, Positive, annotations, convert, is_integer, 
 from specjax.config import KV_DTYPES, MAX_STEPS, QUANTISED, Theta
 from specjax.disaggregation.address import check_secret
 from specjax.sampling.accept_draws import Acceptance
+from specjax.scheduling.loop import WATCHDOG_SECONDS
 from specjax.speculative.algorithm import CustomSpecAlgo, SpeculativeAlgorithm
 from specjax.text.reasoning import PARSERS
 from specjax.text.tool_calls import FORMATS
@@ -162,6 +163,8 @@ class EngineArgs:
         max_waiting_requests: maximum waiting requests; further ones are refused. Default: no limit.
         request_timeout: seconds, waiting included, after which a request ends with finish reason
             ``abort``. The ``timeout`` of a request overrides it. Default: no limit.
+        watchdog_timeout: seconds after which the engine fails if its device has not answered. Time
+            that other processes or debuggers stop this one does not count.
         batch_buckets: batch sizes that rounds are compiled for. Default: powers of two from 1 up to
             ``max_running_requests``; on a GPU, 1 is left out if padding it to 2 is faster.
         max_total_tokens: tokens in the KV pool. Default: set by ``mem_fraction_static``.
@@ -244,6 +247,7 @@ class EngineArgs:
     max_running_requests: Positive | None = None
     max_waiting_requests: Natural | None = None
     request_timeout: Annotated[float, Meta(gt=0)] | None = None
+    watchdog_timeout: Annotated[float, Meta(gt=0, le=1e9)] = WATCHDOG_SECONDS
     batch_buckets: Sequence[int] | None = None
     max_total_tokens: Positive | None = None
     mem_fraction_static: Annotated[float, Meta(gt=0, le=1)] | None = None

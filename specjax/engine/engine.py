@@ -139,7 +139,7 @@ class Engine:
             prompt_source=None if source is None else source(runner),
         )
         self._factory = RequestFactory(plan, tokenizer, self._scheduler)
-        self._loop = EngineLoop(self._scheduler)
+        self._loop = EngineLoop(self._scheduler, args.watchdog_timeout)
         self._is_closed = False
         self._peer: Peer | None = None
         try:
@@ -318,7 +318,10 @@ class Engine:
         return await self._loop.wait_async(call)
 
     def check_health(self) -> None:
-        """Raise ``EngineFault`` if the engine has failed, ``ValueError`` if it is closed."""
+        """Raise ``EngineFault`` if the engine has failed, ``ValueError`` if it is closed.
+
+        An engine whose device does not answer for ``watchdog_timeout`` seconds has failed.
+        """
         self._need_open()
         self._loop.check_health()
 
@@ -439,7 +442,8 @@ class Engine:
 
     def _replace_between_steps(self, new: NewWeights) -> None:
         self._scheduler.flush_cache()
-        replace_weights(self.runner, new)
+        for _ in replace_weights(self.runner, new):
+            self._loop.advance()
         self.runner.reset()
         self._scheduler.prompt_source.weights_replaced()
 

@@ -1,6 +1,6 @@
 """Weights of an engine: loading them at the start and replacing them later."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
 from functools import cache
@@ -226,14 +226,15 @@ def _is_finite(weight: Any) -> Any:
     )
 
 
-def replace_weights(runner: ModelRunner, new: NewWeights) -> None:
-    """Replace weights of a runner one by one, so that the device never holds two models."""
+def replace_weights(runner: ModelRunner, new: NewWeights) -> Iterator[None]:
+    """Replace a weight of a runner per iteration, so that the device never holds two models."""
     nets = runner.networks
     for flat, weights in zip((nets.target, nets.draft), new, strict=True):
         for i, name in enumerate(flat.names):
             if name in weights:
                 weight = jax.block_until_ready(nets.placement.put_weights(weights[name]))
                 runner.replace_weight(i, weight, draft=flat is nets.draft)
+                yield
 
 
 def _check_same_config(new: Checkpoint[Any], old: Checkpoint[Any]) -> None:

@@ -4,27 +4,35 @@ import asyncio
 import atexit
 import logging
 import os
+import sys
 import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
 from contextlib import contextmanager, suppress
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 from weakref import WeakKeyDictionary, ref
 
 from specjax.checks import refused
+from specjax.compiling.pool import on_progress
 from specjax.scheduling.request import Request
 from specjax.scheduling.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-# at exit, maximum wait until the threads that call JAX have ended
-EXIT_SECONDS = 60.0
+# At exit, maximum wait until the threads that call JAX have ended. The process then ends with this
+# status, because JAX's own cleanup would wait for the device too.
+EXIT_SECONDS, EXIT_FAILED = 60.0, 1
+# Seconds without progress of the engine's thread until the engine fails, as in SGLang. A step takes
+# milliseconds on a GPU, but may take minutes on a CPU. The limit is counted in WATCHDOG_TICKS.
+WATCHDOG_SECONDS, WATCHDOG_TICKS = 300.0, 10
+POLL_SECONDS = 0.1  # interval at which threads that wait look for a failed or closed engine
 # results with at least this many tokens are built outside the event loop's thread
 MANY_TOKENS = 4096
 
@@ -156,6 +164,17 @@ def _end_device_threads() -> None:
             stop()
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
+    if stuck := [thread.name for thread in threads if thread.is_alive()]:
+        logger.critical("exiting without the threads %s, which wait for a device", stuck)
+        exit_now(EXIT_FAILED)
+
+
+def exit_now(status: int) -> NoReturn:
+    """End the process without cleaning up, which could wait for a device that never answers."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):  # a closed pipe, or no stream
+            stream.flush()
+    os._exit(status)
 
 
 class EventLoopDelivery:
@@ -206,19 +225,26 @@ class EngineLoop:
     Requests are submitted when their result is first requested, so that an unread stream uses no
     resources. If the caller leaves early (an exception, Ctrl-C, a cancelled task, or a stream that
     is closed or dropped), its running requests are aborted.
+
+    A second thread watches the first. If no step or command ends within ``watchdog_timeout``
+    seconds, the loop fails: callers get EngineFault, although the thread may never return.
     """
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    def __init__(self, scheduler: Scheduler, watchdog_timeout: float = WATCHDOG_SECONDS) -> None:
         self._scheduler = scheduler
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self._calls: list[Call] = []
+        self._calls: dict[Request, Call] = {}  # of all unfinished calls
+        self._due: dict[Call, None] = {}  # new calls, and those that a slow reader delays
         self._by_rid: dict[str, list[Request]] = {}  # requests by id and by group
         self._deliveries = WeakKeyDictionary[asyncio.AbstractEventLoop, EventLoopDelivery]()
         self._fault: BaseException | None = None
         self._is_stopping = False
-        self._has_ended = False
+        self._has_ended = threading.Event()
+        self._beat = threading.Event()  # the thread has advanced since the watchdog last looked
         self._pid = os.getpid()
         self._thread = start_device_thread(self._run, "specjax-engine", self.stop)
+        arguments = ref(self), self._beat, self._has_ended, watchdog_timeout
+        threading.Thread(target=_watch, args=arguments, name="specjax-watch", daemon=True).start()
 
     def wait(self, call: Call) -> Any:
         for _ in self.stream(call):
@@ -318,15 +344,23 @@ class EngineLoop:
                     raise
 
         self._put(answer)
+        while not wait_for([reply], POLL_SECONDS).done:
+            if self._fault is not None and not reply.done():  # the function may never return
+                self.check_health()
         return reply.result()
 
     def post(self, function: Callable[[], None]) -> None:
         """Call ``function`` in the loop's thread later, unless the loop has ended or failed."""
         self._put(lambda: function() if self._refusal() is None else None)
 
+    def advance(self) -> None:
+        """Tell the watchdog that a long function in the loop's thread makes progress."""
+        self._beat.set()
+
     def debug_state(self) -> dict[str, int]:
         """Return the numbers of requests, pages and calls once all earlier commands have run."""
-        return self.run(lambda: self._scheduler.debug_state() | {"calls": len(self._calls)})
+        calls = self._calls.values()
+        return self.run(lambda: self._scheduler.debug_state() | {"calls": len(set(calls))})
 
     def stop(self) -> None:
         """Make the thread abort all requests and end; any thread may call this."""
@@ -341,7 +375,8 @@ class EngineLoop:
 
     def _put(self, command: Callable[[], None]) -> None:
         self._commands.put(command)
-        if self._has_ended:  # the thread may already have read the queue for the last time
+        # the thread may have read the queue for the last time
+        if self._has_ended.is_set() or self._fault is not None:
             self._drain()
 
     def _drain(self) -> None:
@@ -349,13 +384,29 @@ class EngineLoop:
             while True:
                 self._commands.get_nowait()()
 
-    # Only the loop's thread calls these methods. After its end, commands are refused.
+    def give_up(self, seconds: float) -> None:
+        """Fail although the thread does not return; any thread may call this.
+
+        Requests and the scheduler stay as they are, because the thread may still use them.
+        """
+        message = f"no answer from the device for {seconds:g} s (watchdog_timeout)"
+        logger.critical("the engine loop failed: %s", message)
+        self._fault = TimeoutError(message)
+        for call in {*self._calls.copy().values(), *self._due.copy()}:
+            call.end(self._refusal())
+        self._drain()
+
+    # Only the loop's thread calls these methods. After its end or failure, commands are refused, in
+    # any thread.
 
     def _run(self) -> None:
+        on_progress.set(lambda *_: self.advance())  # functions may be compiled at their first use
         while not self._is_stopping:
             try:
                 if not self._has_work:
-                    seconds = None if self._fault is not None else self._scheduler.idle_seconds
+                    # after a failure, another thread may have run the command that stops this one
+                    has_failed = self._fault is not None
+                    seconds = POLL_SECONDS if has_failed else self._scheduler.idle_seconds
                     # a variable would keep the objects of a caller alive while the thread sleeps
                     with suppress(Empty):
                         self._commands.get(timeout=seconds)()
@@ -365,7 +416,7 @@ class EngineLoop:
                 self._publish()
             except BaseException as error:
                 self._fail(error)
-        self._has_ended = True
+        self._has_ended.set()
         self._drain()
 
     @property
@@ -382,7 +433,10 @@ class EngineLoop:
         except Exception as error:
             call.end(error)
             return
-        self._calls.append(call)
+        self._due[call] = None
+        self._calls |= dict.fromkeys(call.requests, call)
+        if self._fault is not None:  # the watchdog may have ended all calls in the meantime
+            call.end(self._refusal())
         for request, name in call.named:
             self._by_rid.setdefault(name, []).append(request)
 
@@ -391,37 +445,41 @@ class EngineLoop:
             self._end(call.requests)
 
     def _abort_rid(self, rid: str | None) -> None:
-        every = (request for call in self._calls for request in call.requests)
-        self._end(every if rid is None else self._by_rid.get(rid, ()))
+        self._end(list(self._calls) if rid is None else self._by_rid.get(rid, ()))
 
     def _stop(self) -> None:
         self._is_stopping = True
         self._abort_rid(None)
 
     def _end(self, requests: Iterable[Request]) -> None:
+        if self._fault is not None:  # the failure ends all requests
+            return
         for request in requests:
             if not request.is_finished:
                 self._scheduler.abort(request)
 
     def _publish(self) -> None:
-        for call in self._calls:
+        """Publish what is new; only requests that have run are looked at, as thousands may wait."""
+        changed = self._scheduler.take_changed()
+        calls = self._due | {call: None for call in map(self._calls.get, changed) if call}
+        for call in calls:
             if not call.publish(self._scheduler.fail):  # the caller is gone
                 self._end(call.requests)
                 call.is_over = True
-        over = [call for call in self._calls if call.is_over]
-        if over:
-            self._calls = [call for call in self._calls if not call.is_over]
-            for request, name in (pair for call in over for pair in call.named):
-                users = self._by_rid[name]
-                users.remove(request)
-                if not users:
-                    del self._by_rid[name]
+        self._due = {call: None for call in calls if call.is_pending and not call.is_over}
+        for request, name in (pair for call in calls if call.is_over for pair in call.named):
+            self._calls.pop(request, None)
+            users = self._by_rid[name]
+            users.remove(request)
+            if not users:
+                del self._by_rid[name]
 
     def _fail(self, error: BaseException) -> None:
         logger.error("the engine loop failed", exc_info=error)
         self._fault = error
-        calls, self._calls = self._calls, []
-        self._by_rid.clear()
+        calls = {*self._calls.values(), *self._due}
+        for known in (self._calls, self._by_rid, self._due):
+            known.clear()
         message = f"the engine loop failed: {error!r}"
         # this may fail again, but no caller waits for it
         with suppress(Exception):
@@ -438,6 +496,23 @@ class EngineLoop:
             fault.__cause__ = self._fault
             return fault
         return ValueError("the engine is closed") if self._is_stopping else None
+
+
+def _watch(
+    loop: ref[EngineLoop], beat: threading.Event, has_ended: threading.Event, seconds: float
+) -> None:
+    """Make a loop fail if its thread runs no command for ``seconds`` and does not advance.
+
+    It counts short waits, so that the time for which the process is stopped does not count.
+    """
+    tick = seconds / WATCHDOG_TICKS
+    while not has_ended.wait(tick) and (owner := loop()) is not None:
+        beat.clear()
+        owner._put(beat.set)
+        del owner  # the thread keeps the loop alive, and this one must not
+        has_advanced = any(beat.wait(tick) for _ in range(WATCHDOG_TICKS)) or has_ended.is_set()
+        if not has_advanced and (owner := loop()) is not None:
+            return owner.give_up(seconds)
 
 
 def _raise_error(item: Item) -> Outputs | None:

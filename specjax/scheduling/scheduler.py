@@ -94,6 +94,7 @@ class Scheduler:
         self._free_slots = list(range(config.num_slots - 1, 0, -1))
         self._in_flight = InFlight(runner, self._metrics, controller, clock)
         self._deadlines = Deadlines()
+        self._stopped: list[Request] = []  # preempted or ended since `take_changed`
         # steps until a blocked admission is retried; reset to 0 if a running request frees pages
         self._blocked_steps = 0
 
@@ -185,6 +186,11 @@ class Scheduler:
             "pages_cached": cached,
             "pages_held": self._allocator.num_pages - 1 - free - cached,
         }
+
+    def take_changed(self) -> list[Request]:
+        """Running requests, and those preempted or ended since the last call; may have repeats."""
+        stopped, self._stopped = self._stopped, []
+        return [*(row.request for row in self._running), *stopped]
 
     def step(self) -> None:
         """Admit requests, dispatch prompt chunks and a round, and read results that are due."""
@@ -441,6 +447,7 @@ class Scheduler:
     # endings
 
     def _finish(self, request: Request, message: str | None) -> None:
+        self._stopped.append(request)
         request.finish({"type": "abort"} | ({"message": message} if message else {}))
         self._report_end(request)
 
@@ -479,6 +486,7 @@ class Scheduler:
     def _release(self, row: RunningRequest, *, is_cached: bool = True) -> None:
         self.prompt_source.release(row)
         row.is_released = True
+        self._stopped.append(row.request)
         self._blocked_steps = 0
         self._running.remove(row)
         if row.request.constraint is not None and row.is_late:

@@ -75,6 +75,7 @@ async def read_body(
 ) -> T:
     """Apply ``read`` to the body; use another thread for a long body or a template."""
     # a separate function, because its frame holds the body
+    await service.take_turn()
     limit = min(max_bytes or service.max_body_bytes, service.max_body_bytes)
     async with exchange.body(limit, service.large_bodies) as data:
         is_short = len(data) <= INLINE_BYTES

@@ -1,6 +1,7 @@
 """Server process: connection limits (uvicorn does not limit heads), start-up and shutdown."""
 
 import asyncio
+import faulthandler
 import gc
 import logging
 import os
@@ -19,8 +20,9 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from specjax.compiling.pool import on_progress
 from specjax.engine import Engine
-from specjax.logs import LOAD_SECONDS
+from specjax.logs import LOAD_SECONDS, discard_output
 from specjax.metrics import Totals
+from specjax.scheduling.loop import EXIT_FAILED, exit_now
 from specjax.server.app import route
 from specjax.server.exchange import ABORT
 from specjax.server.fields import ApiError
@@ -29,9 +31,15 @@ from specjax.server.service import Access, Service, is_loopback
 logger = logging.getLogger(__name__)
 
 KEEP_ALIVE_SECONDS = 75  # load balancers keep idle connections for 60 s
-BACKLOG = 2048  # connections that wait to be accepted
+# Connections that wait to be accepted; the kernel lowers this to its own limit. A client that finds
+# the queue full tries again after 1, 3, 7, 15 and 31 s.
+BACKLOG = 65_535
 # Maximum time at shutdown for clients to read the responses of aborted requests.
 ANSWER_SECONDS = 5
+# Seconds from the failure of the engine to the exit, in which clients read their errors.
+FAILURE_SECONDS = 10.0
+# The process is ended if it still runs this many seconds after its requests had to finish.
+END_SECONDS = 3.0 * ANSWER_SECONDS
 # Maximum size of the request line and headers, and of the bytes between two pieces of a body.
 HEAD_BYTES = 2**16
 HEAD_SECONDS = 15.0
@@ -57,6 +65,7 @@ def serve(
     port: int,
     shutdown_timeout: float,
     access: Access,
+    stays_after_failure: bool = False,
     **options: Any,
 ) -> None:
     """Serve until SIGINT or SIGTERM, then close the engine.
@@ -65,9 +74,13 @@ def serve(
     in progress have ``shutdown_timeout`` seconds to finish. Requests that still run then are
     aborted, and their clients get the partial results. A second signal aborts at once.
 
+    The process ends with status 1 ``FAILURE_SECONDS`` after the engine has failed, and if threads
+    still wait for the device ``END_SECONDS`` after requests had to finish.
+
     Args:
         make_engine: called in a separate thread.
         port: 0 picks a free port.
+        stays_after_failure: after a failure of the engine, answer 503 until a signal.
         **options: arguments of :class:`~specjax.server.service.Service`.
 
     Raises:
@@ -96,6 +109,8 @@ def serve(
     )
     LimitedProtocol.max_connections = raise_descriptor_limit()
     server = Server(config, service, shutdown_timeout)
+    if stays_after_failure:
+        server.failure_seconds = None
     address = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
     if not is_loopback(host) and access.api_key is None:
         logger.warning("%s accepts requests without an API key; set --api-key", address)
@@ -115,9 +130,13 @@ def serve(
             gc.collect()
             gc.freeze()
             future.set_result(engine)
-            print(f"serving {service.name} at {address}", flush=True)
             arguments = engine.metrics.snapshot, is_over
             threading.Thread(target=log_load, args=arguments, name="specjax-load").start()
+            try:
+                print(f"serving {service.name} at {address}", flush=True)
+            except OSError as error:
+                logger.warning("standard output is closed (%s); serving at %s", error, address)
+                discard_output()
 
     maker = threading.Thread(target=make, name="specjax-make-engine", daemon=True)
     maker.start()
@@ -128,9 +147,9 @@ def serve(
         is_over.set()
         listener.close()
         if maker.is_alive():
-            # compiling cannot be interrupted, and would crash at interpreter exit
-            sys.stderr.flush()
-            os._exit(0)
+            exit_now(0)  # compiling cannot be interrupted, and would crash at interpreter exit
+        if service.has_failed:
+            exit_now(EXIT_FAILED)
         if future.exception() is None:
             future.result().close()
     future.result()  # raises the exception of make_engine
@@ -182,7 +201,12 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 class Server(uvicorn.Server):
-    """Lets requests in progress finish before it closes the sockets."""
+    """Lets requests in progress finish before it closes the sockets.
+
+    It exits ``failure_seconds`` after the engine has failed, unless this is ``None``.
+    """
+
+    failure_seconds: float | None = FAILURE_SECONDS
 
     def __init__(self, config: uvicorn.Config, service: Service, seconds: float) -> None:
         super().__init__(config)
@@ -194,7 +218,9 @@ class Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self._deadline is not None:
             self._deadline = 0.0
+            end_within(END_SECONDS)
             return
+        end_within(self._seconds + END_SECONDS)
         self._deadline = time.monotonic() + self._seconds
         self._service.stop()
         if self._loop is not None:
@@ -210,6 +236,15 @@ class Server(uvicorn.Server):
         if self._deadline is not None:
             await self._drain()
 
+    async def on_tick(self, counter: int) -> bool:
+        seconds = self.failure_seconds
+        if seconds is not None and counter % 10 == 0 and self._service.has_failed:
+            self.failure_seconds = None
+            logger.critical("exiting with status %d in %g s", EXIT_FAILED, seconds)
+            end_within(seconds + END_SECONDS)
+            asyncio.get_running_loop().call_later(seconds, setattr, self, "should_exit", True)
+        return await super().on_tick(counter)
+
     async def _drain(self) -> None:
         assert self._deadline is not None
         while self._service.num_requests and time.monotonic() < self._deadline:
@@ -219,6 +254,15 @@ class Server(uvicorn.Server):
             self._service.abort_all()  # repeated: a request may have reached the engine meanwhile
             await asyncio.sleep(0.05)
         self.should_exit = True
+
+
+def end_within(seconds: float) -> None:
+    """End the process after ``seconds`` with status 1 and a traceback of each thread.
+
+    It works although threads wait for a device or hold the interpreter lock.
+    """
+    stream = sys.__stderr__ or open(os.devnull, "w")
+    faulthandler.dump_traceback_later(min(seconds, 1e8), exit=True, file=stream)
 
 
 class LimitedProtocol(HttpToolsProtocol):

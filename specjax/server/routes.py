@@ -7,6 +7,7 @@ import os
 import re
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cache
@@ -97,9 +98,12 @@ async def health(service: Service, exchange: Exchange) -> Json:
 async def health_generate(service: Service, exchange: Exchange) -> Json:
     """Answer 200 if the engine generates a token."""
     service.check_open()
-    with service.refusals():
-        result = await service.engine.async_run(service.engine.make_probe(HEALTH_SECONDS))
-    if not result["output_ids"]:
+    output_ids: list[int] = []
+    with service.refusals(), suppress(TimeoutError):
+        async with asyncio.timeout(HEALTH_SECONDS):  # the engine's thread may not respond
+            probe = service.engine.make_probe(HEALTH_SECONDS)
+            output_ids = (await service.engine.async_run(probe))["output_ids"]
+    if not output_ids:
         raise ApiError(503, f"no token generated in {HEALTH_SECONDS:g} s", code="engine_slow")
     return {}
 
@@ -262,8 +266,7 @@ def detokenize(service: Service, body: Body) -> bytes:
 
 async def flush_cache(service: Service, exchange: Exchange) -> Json:
     """Drop all cached KV; running requests recompute theirs."""
-    with service.refusals():
-        await asyncio.to_thread(service.engine.flush_cache)
+    await service.administrate(service.engine.flush_cache)
     return {"success": True, "message": "the cache is empty"}
 
 
@@ -281,9 +284,7 @@ async def update_weights(service: Service, exchange: Exchange) -> Json:
         raise ApiError(409, "a weight update is running; wait until it ends", code="updating")
     service.is_updating = True
     try:
-        with service.refusals():
-            update = service.engine.update_weights_from_disk
-            await asyncio.to_thread(update, *paths.values())
+        await service.administrate(service.engine.update_weights_from_disk, *paths.values())
     except OSError as error:
         raise ApiError(400, str(error)) from error
     finally:

@@ -1,23 +1,29 @@
 """State that all routes share: the engine, requests in progress and access control."""
 
+import asyncio
 import hmac
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from contextvars import copy_context
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from specjax.checks import check_integer
 from specjax.disaggregation.address import is_loopback as is_loopback
 from specjax.engine import Engine
+from specjax.scheduling.loop import EngineFault
 from specjax.server.exchange import Exchange, LargeBodies, UnreadAnswers
 from specjax.server.fields import ApiError, Body, IgnoredFields
 from specjax.text.completion import TokenTexts
 from specjax.text.tokenizer import Tokenizer
 
 MAX_REQUESTS = 4096
+# Requests that are read in one iteration of the event loop. In a burst of thousands, the loop must
+# go on to accept connections and to answer /health.
+READS_AT_ONCE = 16
 # Maximum log-probabilities per request, for all tokens and their top tokens (25 MB).
 MAX_REPORTED = 2**19
 MAX_BODY_BYTES = 32 * 2**20
@@ -121,6 +127,9 @@ class Service:
         self.ignored_fields = IgnoredFields()
         self.renderers = ThreadPoolExecutor(4, "specjax-render")  # of chat templates
         self.compilers = ThreadPoolExecutor(32, "specjax-grammar")  # wait for grammars
+        # of calls that wait for the engine's thread; requests use other pools
+        self.administrators = ThreadPoolExecutor(2, "specjax-admin")
+        self._turns = asyncio.Semaphore(READS_AT_ONCE)
         self.large_bodies = LargeBodies(2 * max_body_bytes)  # enough for two of the longest
         self.unread = UnreadAnswers(MAX_UNREAD_BYTES)
         self._progress = ""
@@ -144,6 +153,27 @@ class Service:
         except ValueError:
             raise ApiError(503, "the engine is closed", code="stopping") from None
         return engine
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the engine has failed since its start."""
+        with suppress(ApiError):
+            try:
+                self.engine  # noqa: B018 - raises if it cannot serve
+            except EngineFault:
+                return True
+        return False
+
+    async def take_turn(self) -> None:
+        """Wait until the event loop may read another request in this iteration."""
+        await self._turns.acquire()
+        asyncio.get_running_loop().call_soon(self._turns.release)
+
+    async def administrate(self, function: Callable[..., Any], *arguments: Any) -> None:
+        """Call a function that waits for the engine's thread; a ValueError is status 400."""
+        run = partial(copy_context().run, function, *arguments)
+        with self.refusals():
+            await asyncio.get_running_loop().run_in_executor(self.administrators, run)
 
     def report_progress(self, num_ready: int, num_all: int) -> None:
         """Show the progress of compiling in error responses until the engine is ready."""

@@ -195,7 +195,7 @@ def test_running_requests_go_on_with_the_new_weights(engine, old_engine, new_eng
     names, weights = engine.runner.networks.target.names, new_engine.runner.weights[0]
     lengths = []
     engine._loop.run(
-        lambda: lengths.extend(len(r.output_ids) for c in engine._loop._calls for r in c.requests)
+        lambda: lengths.extend(len(request.output_ids) for request in engine._loop._calls)
     )
     engine.update_weights_from_tensor(zip(names, weights, strict=True))
     *_, last = stream

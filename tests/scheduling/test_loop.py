@@ -11,10 +11,11 @@ from collections.abc import Iterator
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
-from specjax.scheduling.loop import Call, EngineFault, EngineLoop, EventLoopDelivery
+from specjax.scheduling.loop import Call, EngineFault, EngineLoop, EventLoopDelivery, _watch
 
 SECONDS = 10.0  # nothing here takes longer unless it hangs
 
@@ -57,6 +58,7 @@ class CountingScheduler:
 
     def __init__(self) -> None:
         self.running: list[CountingRequest] = []
+        self.added: list[CountingRequest] = []
         self.num_steps = 0
         self.threads: set[str] = set()
         self.full = False
@@ -77,6 +79,11 @@ class CountingScheduler:
         if self.full:
             raise ValueError("the queue is full")
         self.running.extend(requests)
+        self.added.extend(requests)
+
+    def take_changed(self) -> list[CountingRequest]:
+        changed, self.added = self.added, list(self.running)
+        return changed
 
     def abort(self, request: CountingRequest) -> None:
         self.threads.add(threading.current_thread().name)
@@ -351,6 +358,85 @@ def test_a_fault_ends_all_calls(loop, scheduler) -> None:
     assert loop.close(SECONDS)
     assert isinstance(Caller(loop, CountingRequest("e")).rest()[-1], EngineFault)
     assert scheduler.num_steps == 3
+
+
+def test_a_step_that_does_not_return_fails_the_loop(scheduler) -> None:
+    loop = EngineLoop(scheduler, watchdog_timeout=0.05)  # type: ignore[arg-type]
+    callers = [Caller(loop, CountingRequest(f"{i}", None), is_stream=i > 0) for i in range(2)]
+    scheduler.hold()
+    errors: list[Any] = []
+
+    def wait_for_the_thread() -> None:
+        with pytest.raises(EngineFault) as caught:
+            loop.run(list)
+        errors.append(caught.value)
+
+    waiting = threading.Thread(target=wait_for_the_thread)
+    waiting.start()
+    late = Caller(loop, CountingRequest("late"))
+    errors += [caller.rest()[-1] for caller in (*callers, late)]
+    waiting.join(SECONDS)
+    errors += Caller(loop, CountingRequest("refused")).rest()
+    with pytest.raises(EngineFault):
+        loop.check_health()
+    assert len(errors) == 5
+    for error in errors:
+        assert isinstance(error, EngineFault)
+        assert isinstance(error.__cause__, TimeoutError)
+        assert "0.05 s" in str(error)
+        assert "watchdog_timeout" in str(error)
+    # only the thread uses the scheduler, and it may still be inside the step
+    assert [request.is_finished for request in scheduler.running] == [False, False]
+    loop.abort_rid(None)
+    assert not loop.close(0.01)
+    scheduler.may_go_on.set()
+    assert loop.close(SECONDS)
+    assert scheduler.threads <= {"specjax-engine"}
+
+
+def test_progress_and_idleness_are_no_failure(scheduler) -> None:
+    loop = EngineLoop(scheduler, watchdog_timeout=0.05)  # type: ignore[arg-type]
+
+    def replace_weights() -> None:
+        for _ in range(8):
+            time.sleep(0.02)
+            loop.advance()
+
+    loop.run(replace_weights)
+    time.sleep(0.15)
+    loop.check_health()
+    assert Caller(loop, CountingRequest("a")).rest() == [None]
+    assert loop.close(SECONDS)
+
+
+def test_the_watchdog_counts_waits() -> None:
+    """A process that was stopped for longer than the limit continues: that is one wait."""
+    waits: list[float] = []
+    beat = Mock(wait=lambda seconds: waits.append(seconds))
+    has_ended = Mock(wait=lambda _: False, is_set=lambda: False)
+    loop = Mock()
+    _watch(lambda: loop, beat, has_ended, 300.0)  # type: ignore[arg-type]
+    assert waits == [30.0] * 10
+    loop.give_up.assert_called_once_with(300.0)
+
+
+def test_waiting_calls_cost_nothing(loop, scheduler, monkeypatch) -> None:
+    published: list[Call] = []
+    whole = Call.publish
+
+    def publish(call: Call, *arguments: Any) -> bool:
+        published.append(call)
+        return whole(call, *arguments)
+
+    monkeypatch.setattr(Call, "publish", publish)
+    scheduler.add = lambda *requests, caller: None  # they wait
+    waiting = [Caller(loop, CountingRequest(f"{i}")) for i in range(40)]
+    loop.run(lambda: vars(scheduler).pop("add"))
+    Caller(loop, CountingRequest("a", 50)).rest()
+    assert [published.count(caller.call) for caller in waiting] == [1] * 40
+    loop.run(lambda: scheduler.running.extend(loop._calls))
+    loop.abort_rid(None)
+    assert [caller.rest() for caller in waiting] == [[None]] * 40
 
 
 def test_a_vital_function_that_fails_is_a_fault(loop) -> None:

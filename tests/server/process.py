@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -35,11 +35,12 @@ def serving(
     arguments: Mapping[str, Any],
     *more: str,
     key: str | None = None,
+    program: Sequence[str] = COMMAND,
     descriptors: int | None = None,
 ) -> Iterator[tuple[Any, Client]]:
     """The process, which may not be ready yet, and a client of it."""
     port = free_port()
-    command = [*COMMAND, "serve", *flags(arguments), "--port", str(port), *more]
+    command = [*program, "serve", *flags(arguments), "--port", str(port), *more]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     variables = {} if key is None else {API_KEY: key}
     if descriptors is not None:
