@@ -410,6 +410,7 @@ class Engine:
             logger.warning("the engine thread did not end within %.0f s", CLOSE_SECONDS)
         elif self._finalizer.detach() is not None:  # only the first caller unloads
             self.runner.unload()
+            self._factory.close()
 
     def __enter__(self) -> "Engine":
         return self

@@ -166,6 +166,10 @@ class RequestFactory:
         self._rng = np.random.default_rng(plan.args.seed)
         self._rng_lock = threading.Lock()
 
+    def close(self) -> None:
+        if self._grammars is not None:
+            self._grammars.close()
+
     def make(
         self,
         prompt: Any = None,

@@ -125,7 +125,7 @@ class Grammars:
         weakref.finalize(self, os.close, self._shared)
         os.ftruncate(self._shared, 4 * count * self._region_size)
         self._memory = np.frombuffer(mmap.mmap(self._shared, 0), np.int32).reshape(count, -1)
-        self._lock = threading.RLock()
+        self._lock, self._pid = threading.RLock(), os.getpid()
         self._free, self._last = list(range(count)), 0
         self._processes: dict[int, Process] = {}
         self._ending: dict[int, Process] = {}
@@ -149,7 +149,7 @@ class Grammars:
                 start_new_session=True,  # an interrupt from the terminal must reach only the parent
             )
         self._control, self._program = mine, program
-        weakref.finalize(self, _end_program, mine, program)
+        self.close = weakref.finalize(self, _end_program, mine, program)
         assert program.stdin is not None
         with suppress(BrokenPipeError), program.stdin as pipe:
             pipe.write(self._setup.encode())
@@ -219,7 +219,7 @@ class Grammars:
         """Kill a process. Its region is free once its end of the connection is closed."""
         with self._lock:
             process = self._processes.pop(number, None)
-            if process is None:
+            if process is None or os.getpid() != self._pid:  # a fork must not end what it inherits
                 return
             self._ending[number] = process
             with suppress(OSError):
