@@ -64,7 +64,8 @@ class Constraint:
             return ""
         if error := self._plain.get_error():
             return str(error)
-        return "it allows no text" if self._plain_mask() is None else ""
+        self._plain_mask()
+        return self.error and f"it allows no text ({self.error})"
 
     @property
     def is_complete(self) -> bool:
