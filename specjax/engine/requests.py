@@ -277,7 +277,10 @@ class RequestFactory:
         name, value = params.grammar or ("thinking_token_budget", budget)
         simulates = (args.simulate_accept_length, args.simulate_acceptance) != (None, None)
         if self._grammars is None:
-            demand = "needs the engine option grammar_backend='llguidance'"
+            demand = (
+                "needs the engine option grammar_backend='llguidance', with which a start compiles "
+                "three more functions for each number of drafts and batch size"
+            )
             raise refused(name, value, demand)
         if not self._plan.config.acceptance.is_coupled or simulates:
             demand = "needs an engine that accepts exactly the drafts that the target draws"

@@ -9,16 +9,18 @@ rounds until the answer has come.
 import json
 import mmap
 import os
+import select
 import socket
 import subprocess
 import sys
 import threading
 import time
 import weakref
+from collections import OrderedDict
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
@@ -37,9 +39,13 @@ MAX_BYTES = 96 * 2**20
 # 0.03 s or less.
 LANES = ((2, 0.25, 10), (1, 3.0, 19))
 START_SECONDS = 60.0  # maximum wait for the program, which reads the tokenizer
+# Idle processes, which have compiled a grammar before: forking and the first one take 15 ms.
+NUM_IDLE = 4
 # Processes in addition to those of running requests and of the waiting ones that keep theirs, which
 # are twice as many.
-SPARE = 8
+SPARE = NUM_IDLE + 8
+# Grammars of the first lane that need no other check, because clients send the same one again.
+NUM_CHECKED = 64
 DIED = f"it needs too much time or memory ({LANES[-1][1]:g} CPU seconds, {MAX_BYTES >> 20} MiB)"
 
 _caller_left: ContextVar[threading.Event | None] = ContextVar("caller_left", default=None)
@@ -70,6 +76,12 @@ class Process:
     def __init__(self, grammars: "Grammars", number: int, region: int, connection: Connection):
         self._grammars, self._number = grammars, number
         self.region, self.connection = region, connection
+        self._readable = select.poll()  # Connection.poll takes 15 us
+        self._readable.register(connection.fileno(), select.POLLIN)
+
+    def has_answer(self, seconds: float = 0.0) -> bool:
+        """Wait for an answer or the end of the process."""
+        return bool(self._readable.poll(1000 * max(0.0, seconds)))
 
     def send(self, request: dict[str, Any]) -> None:
         self.connection.send_bytes(json.dumps(request).encode())
@@ -128,6 +140,8 @@ class Grammars:
         self._lock, self._pid = threading.RLock(), os.getpid()
         self._free, self._last = list(range(count)), 0
         self._processes: dict[int, Process] = {}
+        self._idle: list[Process] = []
+        self._checked = OrderedDict[Any, np.ndarray]()  # masks by grammar, the last used one last
         self._ending: dict[int, Process] = {}
         self._lanes = [threading.BoundedSemaphore(size) for size, *_ in LANES]
         self._start_program()
@@ -169,6 +183,11 @@ class Grammars:
             message = f"{kind} has {len(text)} characters; at most {MAX_CHARACTERS} are supported"
             raise ParameterError(message, param=kind, limit=MAX_CHARACTERS)
         job = {"kind": kind, "text": text, "thinking": thinking and [*thinking[:3], [*thinking[3]]]}
+        key = kind, text, thinking
+        with self._lock:
+            if (mask := self._checked.pop(key, None)) is not None:
+                self._checked[key] = mask
+                return Grammar(self, job, mask, None)
         error = f"{kind}={short(text)}: {DIED}"
         for lane, (_, seconds, niceness) in zip(self._lanes, LANES, strict=True):
             with _turn(lane):
@@ -178,13 +197,15 @@ class Grammars:
                     time.sleep(0.01)
                 is_kept = False
                 try:
-                    while not process.connection.poll(0.05):
+                    while not process.has_answer(0.05):
                         _check_caller()
                     if answer := process.receive()["error"]:
                         error = answer
                         break
                     mask = process.receive_mask()
-                    is_kept = len(self._processes) <= 2 * self._num_slots
+                    is_kept = self.has_room
+                    if lane is self._lanes[0]:
+                        self._remember(key, mask)
                     return Grammar(self, job, mask, process if is_kept else None)
                 except (EOFError, OSError):
                     continue
@@ -193,26 +214,44 @@ class Grammars:
                         process.end()
         raise ParameterError(error, param=kind)
 
+    def _remember(self, key: Any, mask: np.ndarray) -> None:
+        with self._lock:
+            self._checked[key] = mask
+            if len(self._checked) > NUM_CHECKED:
+                self._checked.popitem(last=False)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether waiting requests may have processes too."""
+        return len(self._processes) - len(self._idle) <= 2 * self._num_slots
+
     def start(self, job: dict[str, Any]) -> Process | None:
-        """Fork a process and give it a job; ``None`` if too many run, of which some will end."""
+        """Give a process a job; ``None`` if too many run, of which some will end."""
         with self._lock:
             self._collect()
-            if not self._free:
-                return None
-            mine, other = socket.socketpair()
-            self._last += 1
-            number, region = self._last, self._free.pop()
-            process = Process(self, number, region, Connection(mine.detach()))
-            self._processes[number] = process
-            message = COMMAND.pack(FORK, number)
-            with other:
-                try:
-                    socket.send_fds(self._control, [message], [other.fileno()])
-                except OSError:  # the program has died
-                    self._start_program()
-                    socket.send_fds(self._control, [message], [other.fileno()])
-        with suppress(OSError):  # reading the answer will fail too
-            process.send(job)
+            process = self._idle.pop(0) if self._idle else self._fork()
+            while len(self._idle) < NUM_IDLE and (idle := self._fork()) is not None:
+                self._idle.append(idle)
+        if process is not None:
+            with suppress(OSError):  # reading the answer will fail too
+                process.send(job)
+        return process
+
+    def _fork(self) -> Process | None:
+        if not self._free:
+            return None
+        mine, other = socket.socketpair()
+        self._last += 1
+        number, region = self._last, self._free.pop()
+        process = Process(self, number, region, Connection(mine.detach()))
+        self._processes[number] = process
+        message = COMMAND.pack(FORK, number)
+        with other:
+            try:
+                socket.send_fds(self._control, [message], [other.fileno()])
+            except OSError:  # the program has died
+                self._start_program()
+                socket.send_fds(self._control, [message], [other.fileno()])
         return process
 
     def end(self, number: int) -> None:
@@ -233,7 +272,7 @@ class Grammars:
     def _collect(self) -> None:
         for number, process in list(self._ending.items()):
             try:
-                while process.connection.poll():
+                while process.has_answer():
                     process.connection.recv_bytes()
             except (EOFError, OSError):
                 process.connection.close()
@@ -282,8 +321,11 @@ class Grammar:
 
     def request(self) -> "RequestGrammar":
         """The grammar of a new request; the first one gets the process of the check."""
-        process, self._process = self._process, None
-        return RequestGrammar(self, process)
+        request = RequestGrammar(self, self._process)
+        if self._process is None and self.grammars.has_room:
+            request.start([])
+        self._process = None
+        return request
 
     def __del__(self) -> None:
         if self._process is not None:
@@ -321,10 +363,16 @@ class RequestGrammar:
             self._process = self.mask = None
             self.is_busy = False
 
-    @property
-    def connection(self) -> Connection:
+    def has_answer(self, seconds: float) -> bool:
         assert self._process is not None
-        return self._process.connection
+        return self._process.has_answer(seconds)
+
+    def start(self, text: Sequence[int]) -> None:
+        """Start a process that follows ``text``, if there may be another one."""
+        limits = {"seconds": LANES[-1][1], "niceness": 0, "tokens": list(text)}
+        self._process = self._grammar.grammars.start(self._grammar.job | limits)
+        self.is_busy = self._is_starting = self.is_slow = self._process is not None
+        self._tree = None
 
     def prepare(self, text: Sequence[int], seconds: float) -> bool:
         """Return whether a process follows ``text`` and ``mask`` is known, or the grammar failed.
@@ -332,10 +380,7 @@ class RequestGrammar:
         Call this until it returns ``True``, before the text is continued; it waits for ``seconds``.
         """
         if self._process is None:
-            limits = {"seconds": LANES[-1][1], "niceness": 0, "tokens": list(text)}
-            self._process = self._grammar.grammars.start(self._grammar.job | limits)
-            self.is_busy = self._is_starting = self.is_slow = self._process is not None
-            self._tree = None
+            self.start(text)
         elif self.mask is None and not self.is_busy:
             self.ask([0], [-1], 1)
         if self.mask is None:
@@ -410,12 +455,9 @@ def await_answers(grammars: Collection[RequestGrammar], seconds: float | None = 
 
     Default: within ``PATIENCE``, but slow grammars are not awaited.
     """
-    busy = {each.connection: each for each in grammars if each.is_busy}
     deadline = time.monotonic() + (PATIENCE if seconds is None else seconds)
-    while busy:
-        is_awaited = seconds is not None or not all(each.is_slow for each in busy.values())
-        left = max(0.0, deadline - time.monotonic()) if is_awaited else 0.0
-        for connection in wait(list(busy), left):
-            busy.pop(connection).receive()  # type: ignore[call-overload]
-        if not left:
-            break
+    busy = [each for each in grammars if each.is_busy]
+    for each in sorted(busy, key=lambda grammar: grammar.is_slow):
+        is_awaited = seconds is not None or not each.is_slow
+        if each.has_answer(deadline - time.monotonic() if is_awaited else 0.0):
+            each.receive()
