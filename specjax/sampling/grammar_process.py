@@ -32,8 +32,8 @@ from specjax.sampling.grammar_worker import COMMAND, FORK, KILL, SLOW_SECONDS, s
 MAX_CHARACTERS = 2**16
 # Seconds that a round waits for masks, after which it goes on without the request.
 PATIENCE = 0.025
-# Memory of a grammar. A schema with 500 optional keys needs 20 MB.
-MAX_BYTES = 96 * 2**20
+# Memory of a grammar. A schema of 1,200 nested definitions needs about 90 MB.
+MAX_BYTES = 128 * 2**20
 # Lanes in which new grammars are compiled: processes at once, CPU seconds, niceness. A grammar that
 # is too slow for the first lane starts again in the second one. Of 5,000 random grammars, each took
 # 0.03 s or less.

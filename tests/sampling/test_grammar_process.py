@@ -76,7 +76,7 @@ def masks_of(request: RequestGrammar, tokens: list[int], parents: list[int]) -> 
 @pytest.mark.usefixtures("short_lanes")
 def test_a_hostile_grammar_is_refused(grammars: Grammars, name: str) -> None:
     kind, text = HOSTILE[name]
-    with pytest.raises(ParameterError, match=f"{kind}=.*CPU seconds, 96 MiB") as caught:
+    with pytest.raises(ParameterError, match=f"{kind}=.*CPU seconds, 128 MiB") as caught:
         grammars.check(kind, text)
     assert caught.value.param == kind
 
