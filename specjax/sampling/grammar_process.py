@@ -38,6 +38,7 @@ MAX_BYTES = 128 * 2**20
 # is too slow for the first lane starts again in the second one. Of 5,000 random grammars, each took
 # 0.03 s or less.
 LANES = ((2, 0.25, 10), (1, 3.0, 19))
+MAX_SLOW = 8  # checks in the second lane
 START_SECONDS = 60.0  # maximum wait for the program, which reads the tokenizer
 # Idle processes, which have compiled a grammar before: forking and the first one take 15 ms.
 NUM_IDLE = 4
@@ -84,7 +85,7 @@ class Process:
         return bool(self._readable.poll(1000 * max(0.0, seconds)))
 
     def send(self, request: dict[str, Any]) -> None:
-        self.connection.send_bytes(json.dumps(request).encode())
+        self.connection.send_bytes(json.dumps(request, ensure_ascii=False).encode())
 
     def receive(self) -> dict[str, Any]:
         answer: dict[str, Any] = json.loads(self.connection.recv_bytes())
@@ -137,13 +138,14 @@ class Grammars:
         weakref.finalize(self, os.close, self._shared)
         os.ftruncate(self._shared, 4 * count * self._region_size)
         self._memory = np.frombuffer(mmap.mmap(self._shared, 0), np.int32).reshape(count, -1)
-        self._lock, self._pid = threading.RLock(), os.getpid()
+        self._lock, self._pid, self._is_closed = threading.RLock(), os.getpid(), False
         self._free, self._last = list(range(count)), 0
         self._processes: dict[int, Process] = {}
         self._idle: list[Process] = []
         self._checked = OrderedDict[Any, np.ndarray]()  # masks by grammar, the last used one last
         self._ending: dict[int, Process] = {}
         self._lanes = [threading.BoundedSemaphore(size) for size, *_ in LANES]
+        self._num_slow = 0  # checks in the second lane, which is the last one
         self._start_program()
 
     def _start_program(self) -> None:
@@ -163,7 +165,7 @@ class Grammars:
                 start_new_session=True,  # an interrupt from the terminal must reach only the parent
             )
         self._control, self._program = mine, program
-        self.close = weakref.finalize(self, _end_program, mine, program)
+        self._end_program = weakref.finalize(self, _end_program, mine, program)
         assert program.stdin is not None
         with suppress(BrokenPipeError), program.stdin as pipe:
             pipe.write(self._setup.encode())
@@ -182,7 +184,9 @@ class Grammars:
         if len(text) > MAX_CHARACTERS:
             message = f"{kind} has {len(text)} characters; at most {MAX_CHARACTERS} are supported"
             raise ParameterError(message, param=kind, limit=MAX_CHARACTERS)
-        job = {"kind": kind, "text": text, "thinking": thinking and [*thinking[:3], [*thinking[3]]]}
+        job: dict[str, Any] = {"kind": kind, "text": text}
+        job["thinking"] = thinking and [*thinking[:3], [*thinking[3]]]
+        job |= {"seconds": LANES[-1][1], "niceness": 0}  # if a process compiles it after the check
         key = kind, text, thinking
         with self._lock:
             if (mask := self._checked.pop(key, None)) is not None:
@@ -190,9 +194,11 @@ class Grammars:
                 return Grammar(self, job, mask, None)
         error = f"{kind}={short(text)}: {DIED}"
         for lane, (_, seconds, niceness) in zip(self._lanes, LANES, strict=True):
-            with _turn(lane):
+            with self._turn(lane):
                 limits = {"seconds": seconds, "niceness": niceness, "tokens": []}
                 while (process := self.start(job | limits)) is None:
+                    if self._is_closed:
+                        raise ValueError("the engine is closed")
                     _check_caller()
                     time.sleep(0.01)
                 is_kept = False
@@ -206,6 +212,8 @@ class Grammars:
                     is_kept = self.has_room
                     if lane is self._lanes[0]:
                         self._remember(key, mask)
+                    else:
+                        job |= {"niceness": niceness}
                     return Grammar(self, job, mask, process if is_kept else None)
                 except (EOFError, OSError):
                     continue
@@ -213,6 +221,25 @@ class Grammars:
                     if not is_kept:
                         process.end()
         raise ParameterError(error, param=kind)
+
+    @contextmanager
+    def _turn(self, lane: threading.BoundedSemaphore) -> Iterator[None]:
+        """Wait for a place in a lane; few may wait for the second one, as they hold threads."""
+        is_slow = lane is self._lanes[-1]
+        with self._lock:
+            self._num_slow += is_slow
+        try:
+            if self._num_slow > MAX_SLOW:
+                raise ParameterError(f"{MAX_SLOW} slow grammars are being compiled; retry later")
+            while not lane.acquire(timeout=0.05):
+                _check_caller()
+            try:
+                yield
+            finally:
+                lane.release()
+        finally:
+            with self._lock:
+                self._num_slow -= is_slow
 
     def _remember(self, key: Any, mask: np.ndarray) -> None:
         with self._lock:
@@ -229,9 +256,16 @@ class Grammars:
         """Give a process a job; ``None`` if too many run, of which some will end."""
         with self._lock:
             self._collect()
-            process = self._idle.pop(0) if self._idle else self._fork()
-            while len(self._idle) < NUM_IDLE and (idle := self._fork()) is not None:
-                self._idle.append(idle)
+            if self._is_closed:
+                return None
+            idle = [each for each in self._idle if not each.has_answer()]  # they only end
+            for each in self._idle:
+                if each not in idle:
+                    each.end()
+            process = idle.pop(0) if idle else self._fork()
+            self._idle = idle
+            while len(idle) < NUM_IDLE and (new := self._fork()) is not None:
+                idle.append(new)
         if process is not None:
             with suppress(OSError):  # reading the answer will fail too
                 process.send(job)
@@ -250,15 +284,24 @@ class Grammars:
             try:
                 socket.send_fds(self._control, [message], [other.fileno()])
             except OSError:  # the program has died
+                self._end_program()
                 self._start_program()
                 socket.send_fds(self._control, [message], [other.fileno()])
         return process
 
+    def close(self) -> None:
+        """End the program, and its processes with it."""
+        with self._lock:
+            self._is_closed = True
+            self._end_program()
+
     def end(self, number: int) -> None:
         """Kill a process. Its region is free once its end of the connection is closed."""
+        if os.getpid() != self._pid:  # a fork must not end what it inherits, and may lack the lock
+            return
         with self._lock:
             process = self._processes.pop(number, None)
-            if process is None or os.getpid() != self._pid:  # a fork must not end what it inherits
+            if process is None:
                 return
             self._ending[number] = process
             with suppress(OSError):
@@ -300,16 +343,6 @@ def _check_caller() -> None:
         raise CallerLeftError
 
 
-@contextmanager
-def _turn(lane: threading.BoundedSemaphore) -> Iterator[None]:
-    while not lane.acquire(timeout=0.05):
-        _check_caller()
-    try:
-        yield
-    finally:
-        lane.release()
-
-
 class Grammar:
     """A grammar that has been checked, for one request or several samples."""
 
@@ -322,13 +355,13 @@ class Grammar:
     def request(self) -> "RequestGrammar":
         """The grammar of a new request; the first one gets the process of the check."""
         request = RequestGrammar(self, self._process)
-        if self._process is None and self.grammars.has_room:
+        if self._process is None and self.grammars.has_room and not self.job["niceness"]:
             request.start([])
         self._process = None
         return request
 
     def __del__(self) -> None:
-        if self._process is not None:
+        if self._process is not None and not sys.is_finalizing():
             self._process.end()
 
 
@@ -355,7 +388,8 @@ class RequestGrammar:
         self._written: list[int] = []
 
     def __del__(self) -> None:
-        self.close()
+        if not sys.is_finalizing():
+            self.close()
 
     def close(self) -> None:
         if self._process is not None:
@@ -369,8 +403,10 @@ class RequestGrammar:
 
     def start(self, text: Sequence[int]) -> None:
         """Start a process that follows ``text``, if there may be another one."""
-        limits = {"seconds": LANES[-1][1], "niceness": 0, "tokens": list(text)}
-        self._process = self._grammar.grammars.start(self._grammar.job | limits)
+        try:
+            self._process = self._grammar.grammars.start(self._grammar.job | {"tokens": list(text)})
+        except Exception as error:  # no process could be started; it must end no other request
+            self.error = f"its process cannot be started: {error}"
         self.is_busy = self._is_starting = self.is_slow = self._process is not None
         self._tree = None
 
@@ -461,3 +497,5 @@ def await_answers(grammars: Collection[RequestGrammar], seconds: float | None = 
         is_awaited = seconds is not None or not each.is_slow
         if each.has_answer(deadline - time.monotonic() if is_awaited else 0.0):
             each.receive()
+        else:
+            each.is_slow = True

@@ -40,8 +40,8 @@ STACK_BYTES = 2**28  # a row of rules that refer to each other needs up to 40 MB
 # 1 s or less.
 STEP_SECONDS = 4.0
 # A process whose step took longer than this yields to others from then on.
-SLOW_SECONDS = 0.02
-NICENESS = 10
+SLOW_SECONDS = 0.01
+NICENESS = 19
 
 
 class Follower:
@@ -67,7 +67,7 @@ class Follower:
         follow.join()
 
     def _start(self) -> None:
-        with suppress(EOFError, OSError):  # the engine has closed the connection
+        with suppress(Exception):  # the engine has closed the connection, or memory is used up
             self._compile()
         self._has_started.set()
         threading.Event().wait()  # keeps the stack, which counts as memory
@@ -185,8 +185,8 @@ def _serve(
             if command == FORK:
                 connection = Connection(descriptors[0])
                 follower = Follower(compiler, connection, memory, max_bytes)
-                processes[number] = _fork(follower, control)
-                connection.close()
+                with suppress(OSError), connection:  # without a process, the engine sees the end
+                    processes[number] = _fork(follower, control)
             elif number in processes:
                 os.kill(processes[number], signal.SIGKILL)
         for number, process in list(processes.items()):
@@ -203,6 +203,9 @@ def main() -> None:
     """
     from specjax.sampling.grammar_compiler import GrammarCompiler
 
+    # time limits end a process by this signal, which the parent may ignore or block
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF})
     control = socket.socket(fileno=int(sys.argv[1]))
     memory = mmap.mmap(int(sys.argv[2]), 0)
     values = json.load(sys.stdin)

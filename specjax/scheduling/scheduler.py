@@ -281,7 +281,7 @@ class Scheduler:
         A round with few rows takes nearly as long as one with many, so requests that start together
         wait for each other, for at most :data:`MAX_BURST`. Other requests never wait for a burst.
         """
-        rows = [row for row in self._running if row.can_advance()]
+        rows = [row for row in self._running if row.can_advance() or row.is_late]
         has_decoded = any(row.unread_rounds or row.kv_len > len(row.prefill_ids) for row in rows)
         if has_decoded or (rows and num_starting < 2):
             return False

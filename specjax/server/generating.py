@@ -38,6 +38,7 @@ GRAMMAR_FIELDS = (
 INLINE_LOGPROBS = 256
 ENTRY_BYTES = 130  # memory of each log-probability while the request is in progress
 
+NULL = Raw(b"null")
 Format = Answer | NativeAnswer  # formats the response
 Read = Callable[[Service, Body], tuple[Call, Format]]
 
@@ -94,12 +95,12 @@ async def read_body(
 
 def _has_grammar(fields: Mapping[str, Any]) -> bool:
     """Whether a body has a grammar, or sampling parameters that may have one."""
-    if any(name in fields for name in GRAMMAR_FIELDS):
+    if any(fields.get(name, NULL) != NULL for name in GRAMMAR_FIELDS):
         return True
-    params = fields.get("sampling_params", Raw(b"null"))
+    params = fields.get("sampling_params", NULL)
     try:
         return len(params) > INLINE_BYTES or has_grammar(msgspec.json.decode(params))
-    except RecursionError:  # refused later
+    except (RecursionError, ValueError):  # refused later
         return False
 
 

@@ -152,6 +152,7 @@ def serve(
             exit_now(EXIT_FAILED)
         if future.exception() is None:
             future.result().close()
+        faulthandler.cancel_dump_traceback_later()
     future.result()  # raises the exception of make_engine
 
 

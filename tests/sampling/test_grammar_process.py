@@ -211,7 +211,7 @@ def test_a_grammar_that_was_checked_needs_no_other_check(
     def refuse(lane: Any) -> None:
         raise RuntimeError("another check")
 
-    monkeypatch.setattr(grammar_process, "_turn", refuse)
+    monkeypatch.setattr(grammars, "_turn", refuse)
     with pytest.raises(RuntimeError):
         grammars.check("regex", "[xy]zz")
     second = grammars.check("regex", "[xy]z")
@@ -220,3 +220,36 @@ def test_a_grammar_that_was_checked_needs_no_other_check(
     await_answers([request], 10)
     assert masks_of(request, ids_of("a"), [-1]) == [{"x", "y"}]
     request.close()
+
+
+@pytest.mark.usefixtures("short_lanes")
+def test_few_slow_grammars_wait(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They hold threads that others need."""
+    monkeypatch.setattr(grammar_process, "MAX_SLOW", 0)
+    with pytest.raises(ParameterError, match="retry later"):
+        grammars.check(*HOSTILE["closures"])
+    assert letters_of(grammars.check("regex", "[ab]e").mask) == {"a", "b"}
+
+
+def test_a_program_that_cannot_start_ends_its_requests_only(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = grammars.check("regex", "[ab]f").request()
+
+    def fail(job: Any) -> None:
+        raise FileNotFoundError("no interpreter")
+
+    request.close()
+    monkeypatch.setattr(grammars, "start", fail)
+    assert request.prepare([], 0)
+    assert "no interpreter" in request.error
+
+
+def test_a_closed_program_stays_closed() -> None:
+    size, text = TOKENIZER.vocab_size, TOKENIZER.backend.to_str()
+    closed = Grammars(text, size, [EOS_ID], spaces=True, num_slots=1, nodes=4, width=4)
+    assert letters_of(closed.check("regex", "[ab]c").mask) == {"a", "b"}
+    closed.close()
+    with pytest.raises(ValueError, match="closed"):
+        closed.check("regex", "[ab]cc")
+    assert closed._program.poll() is not None
