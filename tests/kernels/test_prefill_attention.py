@@ -238,16 +238,19 @@ def test_tiles_do_not_change_the_result(block_rows, block_keys):
     check(partial(INTERPRET, tiles=tiles), CASES[3], "float32")
 
 
-def test_kernel_reads_no_slot_after_the_end():
+def check_no_slot_after_the_end(function, case):
     """Keys past the end repeat the last one: NaN there and in page 0 has no effect."""
-    case = CASES[0]
     q, pool, table, starts, counts = make_case(case, "float32")
     for g, end in enumerate(np.add(case.starts, case.counts)):
-        behind = np.arange(end, -(-end // case.page_size) * case.page_size)
-        slots = np.asarray(table)[g, behind // case.page_size] * case.page_size
-        pool = pool.at[:, slots + behind % case.page_size].set(jnp.nan)
+        after = np.arange(end, -(-end // case.page_size) * case.page_size)
+        slots = np.asarray(table)[g, after // case.page_size] * case.page_size
+        pool = pool.at[:, slots + after % case.page_size].set(jnp.nan)
     pool = pool.at[:, : case.page_size].set(jnp.nan)
-    compare(jitted(INTERPRET, case), case, "float32", (q, pool, table, starts, counts))
+    compare(jitted(function, case), case, "float32", (q, pool, table, starts, counts))
+
+
+def test_kernel_reads_no_slot_after_the_end():
+    check_no_slot_after_the_end(INTERPRET, CASES[0])
 
 
 def test_unsupported_inputs_are_refused():
