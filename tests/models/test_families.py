@@ -95,10 +95,14 @@ def reference(
     windows: tuple[int, ...] = (999,) * LAYERS,
     softcap: float = 1e9,
     sinks: bool = False,
+    embedding_scale: float = 1.0,
+    residual_scale: float = 1.0,
+    logit_scale: float = 1.0,
+    logit_softcap: float = 1e9,
 ) -> np.ndarray:
     """Logits f64 ``[T, V]``."""
     stored = {name: np.float64(tensor) for name, tensor in tensors.items()}
-    x = stored["model.embed_tokens.weight"][tokens]
+    x = stored["model.embed_tokens.weight"][tokens] * embedding_scale
     places = np.arange(len(tokens))
 
     def norm(x: np.ndarray, name: str, is_there: bool = True) -> np.ndarray:
@@ -132,13 +136,14 @@ def reference(
             total = total + np.exp(stored[f"{layer}self_attn.sinks"])[:, None, None]
         mixed = np.einsum("nts,snh->tnh", weights / total, v).reshape(len(tokens), -1)
         name = f"{layer}post_attention_layernorm"
-        x = x + norm(linear(mixed, "self_attn.o_proj"), name, post)
+        x = x + norm(linear(mixed, "self_attn.o_proj"), name, post) * residual_scale
         y = norm(x, f"{layer}pre_feedforward_layernorm", pre)
         gate = linear(y, "mlp.gate_proj")
         gelu = gate / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3)))
         out = linear(gelu * linear(y, "mlp.up_proj"), "mlp.down_proj")
-        x = x + norm(out, f"{layer}post_feedforward_layernorm", post)
-    return norm(x, "model.norm") @ stored["lm_head.weight"].T
+        x = x + norm(out, f"{layer}post_feedforward_layernorm", post) * residual_scale
+    logits = norm(x, "model.norm") @ stored["lm_head.weight"].T * logit_scale
+    return logit_softcap * np.tanh(logits / logit_softcap)
 
 
 TENSORS = random_tensors(NORMS[1::2])
@@ -241,8 +246,9 @@ def test_a_product_with_a_kernel_of_another_dtype(dtype: str) -> None:
 
 
 def mixed_layers(config: Any) -> tuple[LayerKind, ...]:
-    """Alternating windows and rotary bases, norms on both sides, sinks and soft caps."""
+    """Alternating windows and rotary bases, norms on both sides, sinks, soft caps and scales."""
     both = {"pre_norm": True, "norm_offset": 1.0, "softcap": 2.0, "sinks": True}
+    both["residual_scale"] = 0.3
     (kind, *_) = post_layers(config, **both)
     near, far = replace(kind, window=5), replace(kind, rope=Rope(DIM, 1e6))
     return near, far, near
@@ -251,7 +257,9 @@ def mixed_layers(config: Any) -> tuple[LayerKind, ...]:
 def test_layers_of_two_kinds_with_options_of_attention(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(registry.FAMILIES, "post", replace(POST, layers=mixed_layers))
+    scales = {"embedding_scale": 3.0, "logit_scale": 0.25, "logit_softcap": 1.5}
+    family = replace(POST, layers=mixed_layers, read=lambda config: POST.read(config) | scales)
+    monkeypatch.setitem(registry.FAMILIES, "post", family)
     rng = np.random.default_rng(3)
     sinks = {f"model.layers.{i}.self_attn.sinks": rng.normal(size=HEADS) for i in range(LAYERS)}
     tensors = random_tensors(NORMS) | {name: np.float32(x) for name, x in sinks.items()}
@@ -265,6 +273,8 @@ def test_layers_of_two_kinds_with_options_of_attention(
         windows=(5, 999, 5),
         softcap=2.0,
         sinks=True,
+        residual_scale=0.3,
+        **scales,
     )
     check_close(logits_of(path), expected)
     # an attend without an option rejects it

@@ -281,6 +281,10 @@ def test_what_is_special_is_read(tmp_path: Path) -> None:
     gemma2 = of("gemma2")
     assert gemma2.windows == (4096, 0) * 13
     assert (gemma2.attention_scale, gemma2.attention_softcap) == (1 / 16, 50.0)
+    assert gemma2.embedding_scale == 2304**0.5
+    granite = of("granite")
+    assert (granite.embedding_scale, granite.residual_scale) == (12.0, 0.22)
+    assert (granite.attention_scale, granite.logit_scale) == (1 / 128, 1 / 16)
     assert of("phi3").windows == (2047,) * 32
     mini = of("phi4_mini")
     assert (mini.rotary_dim, mini.rope_scaling.factor) == (96, 32.0)

@@ -54,6 +54,7 @@ def yarn(theta: float, scaling: RopeScaling) -> list[float]:
     return [x * (1 - share) + x / scaling.factor * share for x, share in pairs]
 
 
+WIDE = replace(YARN, beta_fast=500.0)
 SHORT = replace(YARN, original_max_position_embeddings=100)
 SCALED: dict[str, Any] = {
     "none": (Rope(DIM, 1e4), plain(1e4)),
@@ -65,7 +66,7 @@ SCALED: dict[str, Any] = {
     "llama3": (Rope(DIM, 100.0, LLAMA3), [llama3(x) for x in plain(100.0)]),
     "yarn": (Rope(DIM, 1e4, YARN), yarn(1e4, YARN)),
     # the ramp ends after the last dimension, and begins before the first
-    "yarn, small base": (Rope(DIM, 10.0, YARN), yarn(10.0, YARN)),
+    "yarn, small base": (Rope(DIM, 10.0, WIDE), yarn(10.0, WIDE)),
     "yarn, short": (Rope(DIM, 1e4, SHORT), yarn(1e4, SHORT)),
     "yarn, not truncated": (
         Rope(DIM, 1e4, replace(YARN, truncate=False)),
