@@ -101,13 +101,18 @@ def parse_arguments(name: str, argv: Sequence[str]) -> Namespace:
     return parser.parse_args(argv)
 
 
-def floor_bytes(engine: Engine, steps: int, tokens: int) -> int:
-    """Return the number of bytes that a round must read if contexts have ``tokens`` in total."""
+def floor_bytes(engine: Engine, steps: int, lengths: list[int]) -> int:
+    """Return the number of bytes that a round must read if contexts have these lengths in tokens.
+
+    A layer with a window reads only the last keys of a context.
+    """
     nets = engine.runner.networks
 
     def read(flat: Any, config: Any) -> int:
         pool = kv_pool(config, 1)
-        return tokens * pool.size * pool.dtype.itemsize + sum(
+        windows = getattr(config, "windows", ()) or [0] * config.num_layers
+        keys = sum(min(length, window or length) for window in windows for length in lengths)
+        return keys * pool.size * pool.dtype.itemsize // config.num_layers + sum(
             leaf.size * dtype_bits(leaf.dtype) // 8
             for name, leaf in zip(flat.names, flat.abstract, strict=True)
             # only one row per token is read from an untied embedding table
@@ -293,7 +298,7 @@ def measure(
             "device_ms": on_device,
             "engine_ms": through,
             "over_greedy": greedy and through / greedy,
-            "floor_bytes": floor_bytes(engine, steps, sum(lengths)),
+            "floor_bytes": floor_bytes(engine, steps, lengths),
             "accept_length": accept,
             "simulate_acceptance": engine.args.simulate_acceptance,
             "peak_gb": common.peak_gb(),

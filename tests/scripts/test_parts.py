@@ -1,5 +1,6 @@
 """Parts of the benchmarks: metrics, prompts, clients of a server, profiles."""
 
+import dataclasses
 import json
 import socketserver
 import threading
@@ -18,6 +19,7 @@ from specjax.cli.options import engine_arguments
 from specjax.engine import plan
 from specjax.engine.args import EngineArgs
 from specjax.testing import letter_tokenizer
+from specjax.testing.files import CONFIG, HEAD
 
 from ..loading import load_bench
 
@@ -384,6 +386,19 @@ def test_no_server() -> None:
 def test_dispatches_cover_prefill_and_the_timed_rounds() -> None:
     # two chunks and one, then settling rounds, timed rounds and one more in flight
     assert rounds.dispatches_needed([600, 512], 20) == 3 + rounds.SETTLING_ROUNDS + 20 + 1
+
+
+def test_layers_with_a_window_read_only_the_last_keys() -> None:
+    empty = SimpleNamespace(names=(), abstract=())
+    draft = dataclasses.replace(HEAD, windows=(16,))
+    for windows, keys in (((), 2 * (100 + 20)), ((0, 32), 100 + 20 + 32 + 20)):
+        target = dataclasses.replace(CONFIG, windows=windows)
+        nets = SimpleNamespace(target=empty, target_config=target, draft=empty, draft_config=draft)
+        engine = SimpleNamespace(runner=SimpleNamespace(networks=nets))
+        each = 2 * target.num_kv_heads * target.head_dim * 4
+        assert rounds.floor_bytes(engine, 0, [100, 20]) == keys * each
+        read = keys + 3 * (16 + 16)  # heads of target and draft have equal sizes
+        assert rounds.floor_bytes(engine, 3, [100, 20]) == read * each
 
 
 def test_launches_per_round() -> None:
