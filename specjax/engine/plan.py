@@ -161,18 +161,26 @@ def check_kv_dtype(kind: str, placement: Placement) -> None:
 
 
 def quantised(drafts: Sequence[Any], args: EngineArgs) -> tuple[Any, ...]:
-    """Quantise the matrices of draft heads and models; all other drafts stay as they are."""
+    """Quantise the matrices of draft heads and models; all other drafts stay as they are.
 
-    def made(draft: Any) -> Any:
-        if not isinstance(draft, Checkpoint) or isinstance(draft.config, BlockConfig):
+    Logs a warning for a draft that ``quantize_activations`` leaves as it is.
+    """
+
+    def quantise(draft: Any) -> Any:
+        if not isinstance(draft, Checkpoint):
             return draft
-        own = draft.config.quantization
-        kind, rounds = args.quantization, args.quantize_activations
-        if own is not None:
-            kind, rounds = own.kind, rounds and own.permits_rounding
-        return draft.quantised(kind, rounds_activations=rounds)
+        own, rounds = draft.config.quantization, args.quantize_activations
+        kind = args.quantization if own is None else own.kind
+        is_whole = kind is None or isinstance(draft.config, BlockConfig)
+        if rounds and is_whole:
+            logger.warning("quantize_activations: the draft %s stays whole", draft.path)
+        elif rounds and own is not None and not own.permits_rounding:
+            text = "quantize_activations: %s: quantization_config (%s) does not permit it"
+            logger.warning(text, draft.path / "config.json", own)
+            rounds = False
+        return draft if is_whole else draft.quantised(kind, rounds_activations=rounds)
 
-    return tuple(map(made, drafts))
+    return tuple(map(quantise, drafts))
 
 
 def plan_engine(args: EngineArgs) -> EnginePlan:

@@ -18,11 +18,12 @@ from safetensors.numpy import load_file, save_file
 
 from specjax import Engine, SamplingParams
 from specjax.checkpoints import open_target
+from specjax.checkpoints.draft import DraftCheckpoint
 from specjax.checkpoints.quantization import quantise, to_e4m3
 from specjax.config import Quantization
 from specjax.disaggregation.rows import fingerprint
 from specjax.engine.args import EngineArgs
-from specjax.engine.plan import plan_engine
+from specjax.engine.plan import plan_engine, quantised
 from specjax.engine.weights import weights_from_tensors
 from specjax.models.flat import Placement
 from specjax.models.weights import (
@@ -36,7 +37,7 @@ from specjax.models.weights import (
     take_outputs,
 )
 from specjax.testing import Files
-from specjax.testing.files import CONFIG
+from specjax.testing.files import CONFIG, HEAD
 
 DTYPES = {
     "fp8": np.dtype(ml_dtypes.float8_e4m3fn),
@@ -212,6 +213,29 @@ def test_refusals(files: Files) -> None:
         files.engine(quantize_activations=True)
     with pytest.raises(ValueError, match=r"needs fp8 or int8 .*int4 in groups of 128"):
         files.engine(quantization="int4", quantize_activations=True)
+
+
+@pytest.mark.parametrize(
+    ("own", "kind", "message"),
+    [
+        (Quantization("int4", group=32), "fp8", "config.json: quantization_config"),
+        (Quantization("int4", group=32), "fp8", "(int4 in groups of 32)"),
+        (Quantization("int8"), None, ""),
+        (None, "fp8", ""),
+        (None, None, "the draft folder stays whole"),
+    ],
+)
+def test_drafts_whose_activations_stay_are_named(own, kind, message, caplog) -> None:
+    args = EngineArgs(quantization=kind, quantize_activations=True)
+    config = replace(HEAD, quantization=own)
+    (draft,) = quantised([DraftCheckpoint(config, Path("folder"), lambda: None)], args)
+    rounds = draft.config.quantization is not None and draft.config.quantization.rounds_activations
+    assert rounds == (not message)
+    assert len(caplog.records) == bool(message)
+    assert message in caplog.text
+    caplog.clear()
+    quantised([draft], replace(args, quantize_activations=False))
+    assert not caplog.records
 
 
 @pytest.mark.parametrize("kind", ["fp8", "int8"])
