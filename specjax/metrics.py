@@ -114,6 +114,7 @@ class Totals:
 
     clock: Callable[[], float] = time.perf_counter
     max_total_tokens: int = 1
+    max_window_tokens: int | None = None  # of the pool of layers with a window, if there is one
     drafts: bool = False  # rounds may draft, so there is a tier
     depth: int = 0  # maximum number of drafts that a round can accept
     chains: bool = False  # all drafts are chains, so the n-th draft of a request has position n
@@ -139,6 +140,7 @@ class Totals:
     num_running: int = 0
     num_waiting: int = 0
     num_used_tokens: int = 0
+    num_window_tokens: int = 0  # as used in that pool
     prompt_tokens: int = 0
     cached_tokens: int = 0
     prefilled_tokens: int = 0
@@ -179,11 +181,14 @@ class Totals:
                     changes[name] = replace(value, counts=list(value.counts))
             return replace(self, **changes)
 
-    def queue_changed(self, num_running: int, num_waiting: int, num_used_tokens: int) -> None:
+    def queue_changed(
+        self, num_running: int, num_waiting: int, num_used_tokens: int, num_window_tokens: int = 0
+    ) -> None:
         with self.lock:
             self.num_running = num_running
             self.num_waiting = num_waiting
             self.num_used_tokens = num_used_tokens
+            self.num_window_tokens = num_window_tokens
             has_work = num_running + num_waiting > 0
             self.throughput.advance(self.clock(), self.generated_tokens, has_work)
 
@@ -298,6 +303,9 @@ _MODES = (
 _SPEED = "Generated tokens per second over the last 5 s with active requests; 0 when idle."
 _HITS = "Fraction of prompt tokens found in the prefix cache since the start."
 _LENGTH = "Mean tokens per verify pass since the start, including the bonus token."
+_WINDOWS = "max_window_tokens"
+_WINDOW_USED = "Tokens in pages for layers with a window, including those of cached texts."
+_WINDOW_SIZE = "Capacity in tokens of the KV pool for layers with a window."
 _RATE = "Fraction of proposed draft tokens that were accepted, since the start."
 _VERIFIES = "Verify passes; a pass over a batch counts once for each request."
 _PROPOSED = "Draft tokens proposed to the target."
@@ -341,6 +349,8 @@ METRICS = (
     Metric("num_queue_reqs", "gauge", "num_waiting", "Waiting requests, including preempted ones."),
     Metric("num_used_tokens", "gauge", "num_used_tokens", "Tokens in pages of running requests."),
     Metric("max_total_num_tokens", "gauge", "max_total_tokens", "KV pool capacity in tokens."),
+    Metric("num_used_window_tokens", "gauge", "num_window_tokens", _WINDOW_USED, _WINDOWS),
+    Metric("max_window_num_tokens", "gauge", _WINDOWS, _WINDOW_SIZE, _WINDOWS),
     Metric("token_usage", "gauge", "token_usage", "Fraction of the KV pool in use, from 0 to 1."),
     Metric("gen_throughput", "gauge", "gen_throughput", _SPEED),
     Metric("cache_hit_rate", "gauge", "cache_hit_rate", _HITS),

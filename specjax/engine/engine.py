@@ -115,6 +115,7 @@ class Engine:
         controller, largest = self._controller, runner.config.largest
         totals = Totals(
             max_total_tokens=plan.config.max_total_tokens,
+            max_window_tokens=plan.config.max_window_tokens,
             drafts=largest.steps > 0,
             depth=largest.depth,
             chains=largest.steps > 0 and largest.topk == 1,

@@ -337,12 +337,13 @@ def server_info(
 def _state(
     plan: EnginePlan, totals: Totals, controller: AdaptiveController | None
 ) -> dict[str, Any]:
+    windowed = () if totals.max_window_tokens is None else ("max_window_tokens",)
     metrics = {
         NAMES.get(metric.name, metric.name): metric.of(totals)
         for metric in METRICS
         if metric.kind != "histogram"
         and not metric.label
-        and metric.needs in ("", "drafts", "chains" * totals.chains)
+        and metric.needs in ("", "drafts", "chains" * totals.chains, *windowed)
         and (totals.drafts or not metric.name.startswith("spec_"))
     }
     memory = {  # GB of 1e9 bytes

@@ -70,6 +70,11 @@ class PageBudget:
         num_used = self._allocator.num_pages - 1 - self._available(())
         return num_used * self._allocator.page_size
 
+    @property
+    def num_window_tokens(self) -> int:
+        """The same for window pages, including those of cached texts."""
+        return 0 if self._windows is None else self._windows.num_used_tokens
+
     def capacity(self, running: Sequence[PageHolding]) -> Capacity:
         """Page totals of the running requests, valid until the next dispatch or read of a round."""
         return Capacity(sum(map(self._may_grow, running)), sum(map(self._reclaimable, running)))

@@ -63,6 +63,11 @@ class WindowPages:
         # KV lengths of holdings before the chunks that have not been dispatched yet
         self._begins: dict[PageHolding, int] = {}
 
+    @property
+    def num_used_tokens(self) -> int:
+        """Number of tokens that all window pages in use can store, also those of cached texts."""
+        return len(self._found) * self._allocator.page_size
+
     def usable(self, pages: Sequence[int]) -> int:
         """Number of leading pages of a cached prefix after which a request can continue.
 

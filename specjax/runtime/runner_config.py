@@ -122,6 +122,11 @@ class RunnerConfig:
         return (self.num_pages - 1) * self.page_size
 
     @property
+    def max_window_tokens(self) -> int | None:
+        """The same for the pool of layers with a window, if there is one."""
+        return (self.num_window_pages - 1) * self.page_size if self.num_window_pages else None
+
+    @property
     def num_window_kv(self) -> int:
         """Number of KV indices in the pool of layers with a window."""
         return self.num_window_pages * self.page_size

@@ -456,8 +456,8 @@ class Scheduler:
         self._release(row)
 
     def _report_queue(self) -> None:
-        used = self._budget.num_used_tokens
-        self._metrics.queue_changed(len(self._running), len(self._waiting), used)
+        used = self._budget.num_used_tokens, self._budget.num_window_tokens
+        self._metrics.queue_changed(len(self._running), len(self._waiting), *used)
 
     def _report_end(self, request: Request) -> None:
         if self._controller is not None and request.spec is not None:

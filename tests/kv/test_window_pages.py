@@ -100,6 +100,9 @@ class Simulation:
             self.read()
         if self.running and self.rng.random() < 0.1:
             self.release(self.running[int(self.rng.integers(len(self.running)))])
+        given = self.windows._allocator
+        used = given.num_pages - 1 - given.num_free
+        assert self.budget.num_window_tokens == used * given.page_size
 
     def admit(self) -> Row | None:
         free = sorted(set(range(1, self.slots)) - {row.slot for row in self.running})

@@ -105,6 +105,11 @@ def test_events_become_metrics():
     assert (samples["num_running_reqs"], samples["num_queue_reqs"]) == (1, 2)
     assert (samples["num_used_tokens"], samples["max_total_num_tokens"]) == (40, 100)
     assert samples["token_usage"] == 0.4
+    assert "max_window_num_tokens" not in samples
+    totals.max_window_tokens = 48
+    totals.queue_changed(1, 2, 40, 24)
+    samples = exposed(registry)
+    assert (samples["num_used_window_tokens"], samples["max_window_num_tokens"]) == (24, 48)
     totals.time_to_first_token.observe(0.5)
     totals.tokens_generated(1, None)
     clock.now += 0.004
