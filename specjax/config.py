@@ -1,7 +1,7 @@
 """The configurations of models, frozen and validated."""
 
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, ClassVar, NamedTuple, get_args
+from typing import Annotated, Any, ClassVar, NamedTuple, Self, get_args
 
 import jax.numpy as jnp
 from msgspec import Meta
@@ -211,6 +211,15 @@ class TransformerConfig:
     def rope(self) -> Rope:
         return Rope(self.head_dim, self.rope_theta, self.rope_scaling, self.rotary_dim)
 
+    def within(self, length: int) -> Self:
+        """The same model for texts of at most ``length`` tokens.
+
+        Rope scalings that depend on the context are chosen for it, so that a token's rotation
+        never depends on the length of its own text.
+        """
+        rope = self.rope.within(length)
+        return replace(self, rope_theta=rope.theta, rope_scaling=rope.scaling)
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(TransformerConfig):
@@ -263,18 +272,11 @@ class ModelConfig(TransformerConfig):
         return asked or self.max_position_embeddings
 
     def within(self, length: int) -> "ModelConfig":
-        """The same model for texts of at most ``length`` tokens.
-
-        Windows that hold such texts are dropped, and rope scalings that depend on the context are
-        chosen for it, so that a token's rotation never depends on the length of its own text.
-        """
+        """As for all transformers; also drop windows that hold such texts."""
         windows = tuple(window if window < length else 0 for window in self.windows)
-        rope = self.rope.within(length)
         return replace(
-            self,
+            super().within(length),
             windows=windows if any(windows) else (),
-            rope_theta=rope.theta,
-            rope_scaling=rope.scaling,
             layer_ropes=tuple(one and one.within(length) for one in self.layer_ropes),
         )
 

@@ -209,7 +209,7 @@ def plan_engine(args: EngineArgs) -> EnginePlan:
     check_kv_dtype(args.kv_cache_dtype, placement)
     draft = drafts[0].config if drafts else None
     if isinstance(draft, TransformerConfig):
-        draft = replace(draft, kv_cache_dtype=args.kv_cache_dtype)
+        draft = replace(draft.within(context_length), kv_cache_dtype=args.kv_cache_dtype)
     if isinstance(draft, ModelConfig):
         draft = replace(draft, kv_exponents=())
     networks = args.algorithm.networks(

@@ -135,7 +135,7 @@ def run(args: argparse.Namespace) -> None:
         if "d2t" in initial:
             vocabulary = np.arange(len(initial["d2t"]), dtype=np.int32) + initial["d2t"]
         rows, held_rows = (pack(x, config.row_length, args.seed, config.join) for x in (kept, held))
-        parts = config, draft, flat, weights, vocabulary
+        parts = config, draft.within(longest), flat, weights, vocabulary
         if isinstance(draft, BlockConfig):
             some = PackedBatch(*(x[:2] for x in rows))
             scale = feature_scale(flat, weights, draft.feature_layers, some)

@@ -15,13 +15,14 @@ from specjax.kernels.draw_tokens import position_uniform
 
 from specjax import Engine, SamplingParams
 from specjax.checks import ParameterError
+from specjax.config import RopeScaling
 from specjax.engine.args import EngineArgs
 from specjax.engine.plan import plan_engine
 from specjax.runtime.runner import ModelRunner
 from specjax.sampling.accept_draws import COUPLED, Acceptance
 from specjax.speculative.algorithm import SpeculativeAlgorithm
 from specjax.testing import STEPS, is_idle, letter_tokenizer, num_held
-from specjax.testing.files import CONFIG, EOS_ID, write_head, write_target
+from specjax.testing.files import CONFIG, EOS_ID, HEAD, write_head, write_target
 
 from ..settings import counted_compilations
 
@@ -537,6 +538,30 @@ def test_a_prompt_has_to_fit_the_pool_and_its_completion_is_cut(plain) -> None:
 def test_bad_engines(files, arguments, message) -> None:
     with pytest.raises(ValueError, match=message):
         files.engine(**arguments)
+
+
+def test_the_rope_of_a_head_follows_the_context_length(files, tmp_path) -> None:
+    size = HEAD.head_dim
+    growing = {"rope_type": "dynamic", "original_max_position_embeddings": 64}
+    factors = {"short_factor": (1.0,) * (size // 2), "long_factor": (2.0,) * (size // 2)}
+    scalings = {
+        "dynamic": RopeScaling(**growing, factor=2.0),
+        "longrope": RopeScaling(**growing | factors | {"rope_type": "longrope"}),
+    }
+    for name, scaling in scalings.items():
+        short = {"rope_scaling": scaling, "max_position_embeddings": 64}
+        path = write_head(tmp_path / name, **short)
+        for length in (64, 128):
+            options = files.arguments(draft=path, context_length=length)
+            config = plan_engine(EngineArgs(**options)).networks.draft_config
+            if name == "dynamic":
+                growth = 1 if length == 64 else 3.0 ** (size / (size - 2))
+                expected: Any = (pytest.approx(10000.0 * growth), None)
+            else:
+                chosen = factors["short_factor" if length == 64 else "long_factor"]
+                fixed = replace(scaling, short_factor=chosen, long_factor=chosen)
+                expected = (10000.0, fixed)
+            assert (config.rope_theta, config.rope_scaling) == expected
 
 
 def test_acceptance_options_apply_to_rounds(files) -> None:
