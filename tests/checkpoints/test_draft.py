@@ -21,7 +21,13 @@ from specjax.checkpoints import (
     open_draft,
     open_target,
 )
-from specjax.config import DraftConfig, RopeScaling
+from specjax.config import (
+    BlockConfig,
+    DraftConfig,
+    Quantization,
+    RopeScaling,
+    TransformerConfig,
+)
 from specjax.models.eagle import build_head
 from specjax.models.flat import FlatModel
 
@@ -650,6 +656,29 @@ def test_export_respects_the_umask(tmp_path: Path, max_shard_bytes: int) -> None
 TIED = {"ties_lm_head": True, "has_own_embedding": True, "draft_vocab_size": VOCAB}
 
 
+BLOCK = BlockConfig(
+    **{f.name: getattr(HEAD, f.name) for f in dataclasses.fields(TransformerConfig)}
+    | {"rms_norm_eps": 1e-6, "num_layers": 2},
+    **{"checkpoint_format": "", "target_hidden_size": 32, "draft_vocab_size": HEAD.vocab_size},
+    **{"feature_layers": (0, 1), "num_drafts": 5, "anchor_first": True, "mask_token_id": 3},
+)
+# settings that the formats have no key for
+FIELDS_WITHOUT_KEYS: list[tuple[str, Any]] = [
+    ("rotary_dim", 4),
+    ("kv_cache_dtype", "fp8_e4m3"),
+    ("quantization", Quantization("fp8")),
+    ("windows", (8,)),
+    ("rope_scaling", RopeScaling(rope_type="linear", factor=2.0, attention_factor=2.0)),
+]
+BLOCK_FIELDS_WITHOUT_KEYS: list[tuple[str, Any]] = [
+    *FIELDS_WITHOUT_KEYS[:3],
+    ("windows", (8, 4)),
+    ("causal", (True, False)),
+    ("qk_norm", False),
+    ("output_bias", True),
+]
+
+
 def test_export_refusals(tmp_path: Path) -> None:
     weights = random_weights(HEAD, 0)
     others = {k: v for k, v in weights.items() if k != "norm.scale"} | {"x": 1}
@@ -661,6 +690,11 @@ def test_export_refusals(tmp_path: Path) -> None:
         (HEAD, weights, 0, "max_shard_bytes=0"),
         (dataclasses.replace(HEAD, **TIED), {}, 1, "cannot export has_own_lm_head=True"),
         (dataclasses.replace(HEAD, hidden_size=64), {}, 1, "hidden_size=64"),
+        *(
+            (dataclasses.replace(base, **{name: value}), {}, 1, f"cannot export {name}=")
+            for base, fields in ((HEAD, FIELDS_WITHOUT_KEYS), (BLOCK, BLOCK_FIELDS_WITHOUT_KEYS))
+            for name, value in fields
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             export_draft(tmp_path, config, arrays, max_shard_bytes=size)
