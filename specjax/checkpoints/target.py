@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from specjax.checkpoints.checkpoint import Checkpoint
 from specjax.checkpoints.gguf import GGUFFile, gguf_config, gguf_source, tokenizer_from_gguf
@@ -18,6 +19,7 @@ from specjax.checkpoints.huggingface import (
     text_name,
 )
 from specjax.checkpoints.quantization import SUFFIXES
+from specjax.checkpoints.tensors import copy_header
 from specjax.config import DTYPES, ModelConfig
 from specjax.json_file import read_text
 from specjax.models.family import MTP_PREFIX
@@ -131,11 +133,42 @@ def download(repo_id: str, knob: str, revision: str | None, *, folder: str = "")
             if any(path.glob(folder + weights)):
                 break
     except Exception as error:  # the hub client raises several unrelated types
-        raise ValueError(
-            f"{knob}={repo_id!r} is not a local path, and the repository cannot be downloaded: "
-            f"{str(error).rstrip('.')}. Without a network, pass a directory with the files"
-        ) from error
+        raise _not_downloaded(repo_id, knob, error) from error
     return path
+
+
+def _not_downloaded(repo_id: str, knob: str, error: Exception) -> ValueError:
+    return ValueError(
+        f"{knob}={repo_id!r} is not a local path, and the repository cannot be downloaded: "
+        f"{str(error).rstrip('.')}. Without a network, pass a directory with the files"
+    )
+
+
+def fetch_headers(model: str, knob: str, folder: Path) -> str:
+    """Download the configuration and the headers of a repository's weights into a new folder.
+
+    The folder then opens like the repository. Its tensors are zero, except those that checks read.
+    Returns the folder, or ``model`` if it is not a repository with safetensors.
+    """
+    if not _REPOSITORY.fullmatch(model) or os.path.exists(os.path.expanduser(model)):
+        return model
+    from huggingface_hub import HfFileSystem
+
+    try:
+        hub: Any = HfFileSystem()
+        has_weights = False
+        folder.mkdir()
+        for path in hub.ls(model, detail=False):
+            file = folder / os.path.basename(path)
+            if file.suffix in (".json", ".jinja") or file.name == "mask_embedding.pt":
+                file.write_bytes(hub.cat_file(path))
+            elif file.suffix == ".safetensors" and not file.name.startswith("consolidated"):
+                has_weights = True
+                with hub.open(path, "rb", block_size=2**20) as source:
+                    copy_header(source, file)
+    except Exception as error:  # as above
+        raise _not_downloaded(model, knob, error) from error
+    return os.fspath(folder) if has_weights else model
 
 
 @dataclass(frozen=True)

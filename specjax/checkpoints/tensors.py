@@ -108,6 +108,28 @@ def _safetensors(path: Path, files: list[Path]) -> TensorSource:
     return TensorSource(path, infos, read)
 
 
+def copy_header(source: BinaryIO, path: Path) -> None:
+    """Write a sparse safetensors file with the header of another, and the tensors that checks read.
+
+    These are vocabulary maps and the scales of keys and values.
+    """
+    size = source.seek(0, os.SEEK_END)
+    source.seek(0)
+    start = source.read(8)
+    if (length := int.from_bytes(start, "little")) > MAX_HEADER:
+        raise ValueError(f"the header of {path.name} has {length} bytes; the limit is {MAX_HEADER}")
+    header = source.read(length)
+    with path.open("wb") as file:
+        file.write(start + header)
+        for name, stored in json.loads(header).items():
+            if name.endswith(("d2t", "t2d", "k_scale", "v_scale")):
+                begin, end = (8 + length + offset for offset in stored["data_offsets"])
+                source.seek(begin)
+                file.seek(begin)
+                file.write(source.read(end - begin))
+        file.truncate(size)
+
+
 def _version(opened: BinaryIO) -> tuple[int, ...]:
     """Values that differ if a file is replaced or written."""
     found = os.fstat(opened.fileno())

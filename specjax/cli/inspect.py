@@ -1,16 +1,18 @@
-"""``specjax inspect``: describe a draft and check whether it fits a target."""
+"""``specjax inspect``: describe a draft or a model, and check whether a draft fits a target."""
 
 import argparse
+import dataclasses
 import re
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from specjax.checkpoints.block import open_block
 from specjax.checkpoints.checkpoint import Checkpoint
 from specjax.checkpoints.draft import open_draft, open_draft_model, open_mtp
-from specjax.checkpoints.target import TargetCheckpoint, locate, open_target
+from specjax.checkpoints.target import TargetCheckpoint, fetch_headers, locate, open_target
 from specjax.checkpoints.tensors import TensorSource, open_directory
 from specjax.config import BlockConfig, DraftConfig, ModelConfig
 from specjax.json_file import Fields, Size
@@ -22,19 +24,21 @@ from specjax.text.tokenizer import Tokenizer
 
 _NESTED = ("transformer_layer_config", "eagle_config", "dflash_config", "dspark_config")
 _LAYER_IDS = "target_layer_ids aux_hidden_state_layer_ids eagle_aux_hidden_state_layer_ids".split()
+_AS_DRAFT = f"{STANDALONE.name}, if it drafts for another model"
 _MANY_LAYERS = 1000  # assumed if the files do not describe the target; default layers depend on it
 
 
 def add_inspect_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "inspect",
-        help="describe a draft and check whether it fits a target",
+        help="describe a draft or a model, and check whether a draft fits a target",
         description="Print format, algorithm, target layers, vocabulary and memory of a draft. "
-        "Only the configuration and the headers of its tensors are read. The exit status is 1 if "
+        "Only the configuration and the headers of its tensors are read, also of a repository, "
+        "unless that has PyTorch files, which are downloaded. The exit status is 1 if "
         "the draft is not supported or does not fit the target.",
         allow_abbrev=False,
     )
-    text = "directory, GGUF file or repository of the draft (a repository is downloaded)"
+    text = "directory, GGUF file or repository of the draft; without --model, also of a target"
     parser.add_argument("checkpoint", metavar="DRAFT", help=text)
     text = "target to check: embedded name, directory, GGUF file or repository"
     parser.add_argument("--model", dest="target", metavar="TARGET", help=text)
@@ -43,12 +47,18 @@ def add_inspect_parser(commands: Any) -> None:
 
 def run_inspect(args: argparse.Namespace, *_: Any) -> int:
     """Print one property per line; return 0, or 1 if the draft is refused or does not fit."""
-    target, path = args.target, locate(args.checkpoint, "draft", takes_files=True)
-    opened = None if target is None else open_target(target)
-    facts, reason = _try(path, opened)
-    if opened is not None and not facts:
-        facts = _try(path, None, does_fit=False)[0]
-    for name, value in {"draft": path, **facts}.items():
+    target = args.target
+    with TemporaryDirectory() as folder:
+        name = fetch_headers(args.checkpoint, "draft", Path(folder, "draft"))
+        path, opened = locate(name, "draft", takes_files=True), None
+        if target is not None:
+            stored = fetch_headers(target, "model", Path(folder, "target"))
+            opened = dataclasses.replace(open_target(stored), name=target)
+        facts, reason = _try(path, opened)
+        if opened is not None and not facts:
+            facts = _try(path, None, does_fit=False)[0]
+    kind = "model" if target is None and facts.get("algorithm") == _AS_DRAFT else "draft"
+    for name, value in {kind: args.checkpoint, **facts}.items():
         print(f"{name}: {value}")
     if target is not None or reason:
         answer = f"no: {reason}" if reason else "yes"
@@ -130,7 +140,8 @@ def _open(path: Path, target: TargetCheckpoint | None) -> Opened:
 
 def _language_model(path: Path, target: TargetCheckpoint | None) -> Opened:
     opened = open_draft_model(path, target) if target else open_target(path, knob="draft")
-    return opened, STANDALONE.name, f"language model ({opened.config.model_type})"
+    algorithm = STANDALONE.name if target else _AS_DRAFT
+    return opened, algorithm, f"language model ({opened.config.model_type})"
 
 
 def _stated_target(source: TensorSource, fields: Fields) -> TargetCheckpoint:

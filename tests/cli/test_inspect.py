@@ -1,8 +1,11 @@
 """``specjax inspect``: facts about drafts of every kind, and reasons why one does not fit."""
 
+import contextlib
 import dataclasses
 import json
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -96,6 +99,11 @@ def test_other_drafts(is_checked: bool, target: Path, tmp_path: Path, capsys: An
     ):
         status, facts = inspect(capsys, path, *options)
         assert status == 0, facts
+        if algorithm == "STANDALONE" and not is_checked:  # it may be a target
+            algorithm += ", if it drafts for another model"
+            assert facts["model"] == str(path)
+        else:
+            assert facts["draft"] == str(path)
         assert (facts["algorithm"], facts.get("target layers")) == (algorithm, layers)
         assert facts.get(f"fits {target}") == ("yes" if is_checked else None)
         assert (facts["format"] == "P-EAGLE") == (path.name == "p-eagle")
@@ -163,3 +171,55 @@ def test_a_tensor_without_axes_is_refused(
     status, facts = inspect(capsys, publish(case, tensors, tmp_path / "draft"))
     assert status == 1
     assert f"tensor '{name}'" in facts["supported"]
+
+
+class Hub:
+    """The repositories ``owner/NAME`` in folders, which counts the bytes that are read."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.num_read = root, 0
+
+    def ls(self, repo_id: str, detail: bool) -> list[str]:
+        assert not detail
+        return [f"{repo_id}/{x.name}" for x in sorted(self._path(repo_id).iterdir())]
+
+    def cat_file(self, name: str) -> bytes:
+        return self._path(name).read_bytes()
+
+    def open(self, name: str, mode: str, block_size: int) -> Any:
+        file = self._path(name).open(mode)
+        read = file.read
+
+        def counted(count: int) -> bytes:
+            self.num_read += count
+            return read(count)
+
+        return contextlib.closing(SimpleNamespace(read=counted, seek=file.seek, close=file.close))
+
+    def _path(self, name: str) -> Path:
+        return self.root / name.removeprefix("owner/")
+
+
+def test_of_a_repository_only_headers_are_read(
+    target: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub = Hub(tmp_path)
+    monkeypatch.setattr("huggingface_hub.HfFileSystem", lambda: hub)
+    shutil.copytree(target, tmp_path / "model")
+    write_head(tmp_path / "head")
+    local = [inspect(capsys, tmp_path / "head", "--model", target), inspect(capsys, target)]
+    found = [
+        inspect(capsys, "owner/head", "--model", "owner/model"),
+        inspect(capsys, "owner/model"),
+    ]
+    expected = [
+        (0, local[0][1] | {"draft": "owner/head", "fits owner/model": "yes"}),
+        (0, local[1][1] | {"model": "owner/model"}),
+    ]
+    del expected[0][1][f"fits {target}"]
+    assert found == expected
+    stored = sum(x.stat().st_size for x in tmp_path.rglob("*.safetensors"))
+    assert hub.num_read < stored / 3
+    status = main(["inspect", "owner/none"])
+    assert status == 2
+    assert "draft='owner/none'" in capsys.readouterr().err
