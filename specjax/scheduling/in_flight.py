@@ -151,6 +151,8 @@ class InFlight:
         config = self._runner.config
         batch_size = pick_bucket(len(rows), config.batch_buckets)
         controller, tier = self._controller, None
+        if not self._queue:  # the device may have been idle before this round
+            self._started = None
         drafting = [row for row in rows if row.request.params.speculative]
         requests = [row.request.rid for row in drafting]
         if controller is not None:
@@ -186,7 +188,9 @@ class InFlight:
             self.prefill_times.observe(width, now - max(dispatched, self._read_time))
         self._read_time, self._was_ready = now, is_ready
         seconds = 0.0 if self._started is None else (now - self._started) / max(1, len(values))
-        self._started = now if batch_size and self._queue and self._queue[0][2] else None
+        # a round of two calls joins the queue at the second
+        follows = self._queue[0][2] if self._queue else self.constrained.rows
+        self._started = now if batch_size and follows else None
         if batch_size and self._controller is not None:
             self._report_accepted(self._controller, rows, values, packed, result.tier, seconds)
         for i, row in enumerate(rows):
