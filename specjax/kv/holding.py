@@ -17,13 +17,15 @@ class KVWrites(NamedTuple):
     tail: int  # number of KV indices that a round needs after the last token of a request
 
     @classmethod
-    def of(cls, shapes: Sequence[DraftShape], rounds: int) -> "KVWrites":
-        return cls(
-            rounds,
-            max(shape.accept_width for shape in shapes),
-            max(shape.rows for shape in shapes),
-            max(shape.tail for shape in shapes),
-        )
+    def of(
+        cls, shapes: Sequence[DraftShape], rounds: int, *, drafts_ahead: bool = False
+    ) -> "KVWrites":
+        """The maximum over ``shapes``; with ``drafts_ahead``, rounds may also draft the next."""
+        width = max(shape.accept_width for shape in shapes)
+        rows, drafted = (max(getattr(s, x) for s in shapes) for x in ("rows", "draft_rows"))
+        if drafts_ahead and drafted:  # after the tokens that the round adds
+            rows = max(rows, width + drafted + 1)
+        return cls(rounds, width, rows, max(shape.tail for shape in shapes))
 
     def after(self, num_rounds: int) -> int:
         """Number of KV indices after a text that ``num_rounds`` unread rounds may write."""

@@ -80,7 +80,8 @@ class RunnerConfig:
 
     @property
     def kv_writes(self) -> KVWrites:
-        return KVWrites.of(self.shapes, self.rounds_per_dispatch)
+        # a round in which grammars limit requests drafts for the next one
+        return KVWrites.of(self.shapes, self.rounds_per_dispatch, drafts_ahead=self.has_grammars)
 
     @property
     def rounds(self) -> list[tuple[DraftShape, int]]:

@@ -157,6 +157,25 @@ def test_prompts_fill_three_quarters_of_prefills(largest, num_tokens) -> None:
     assert -left <= max(config.prefill_buckets[0] - 1, num_tokens // 3)
 
 
+@pytest.mark.parametrize(
+    ("shape", "last"),
+    [
+        # the next draft starts after 4 accepted tokens; its last level stores no KV
+        (DraftShape.chain(3), 4 + 2),
+        (DraftShape(2, 3, 6), 3 + 3),
+        (DraftShape.chain(3)._replace(block=5), 4 + 4),
+        (NgramShape(3, 4, 9), 8),  # drafts have no KV
+        (DraftShape.chain(0), 0),
+    ],
+)
+def test_rounds_with_grammars_also_write_the_drafts_of_the_next(shape, last) -> None:
+    config = replace(BASE, shapes=(shape,))
+    assert config.kv_writes.rows == shape.rows
+    ahead = replace(config, has_grammars=True).kv_writes
+    assert ahead.rows == last + 1
+    assert ahead.tail == config.kv_writes.tail
+
+
 def test_pick_bucket() -> None:
     assert [pick_bucket(n, (1, 4, 6)) for n in (1, 2, 4, 5, 6)] == [1, 4, 4, 6, 6]
     with pytest.raises(ValueError, match=r"size=7 exceeds the largest bucket of \(1, 4, 6\)"):
