@@ -185,6 +185,9 @@ def test_sizes_of_the_block(files: Any, tmp_path: Path) -> None:
     expected = (NO_DRAFTS, DraftShape(2, 1, 3, most), DraftShape(5, 1, 6, most))
     assert planned(files, dspark, **spark, **adaptive, **tiers) == expected
     assert [tier.steps for tier in planned(files, dspark, **spark, **adaptive)] == [1, 3, most]
+    budget = {"speculative_adaptive_config": {"policy": "budget"}}
+    found = {tier.steps for tier in planned(files, dspark, **spark, **adaptive, **budget)}
+    assert found == {0, 1, 3, most}
     deep = {"speculative_adaptive_config": {"candidate_steps": [2, 7]}}
     for options, message in (
         ({steps: 6}, "speculative_num_steps=6 must be at most 5 for the 5 drafts of a block of 5"),
