@@ -4,6 +4,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stderr
 from importlib.metadata import version
 from typing import Any
 
@@ -53,7 +54,8 @@ def main(argv: Sequence[str] | None = None, *, make_engine: Callable[..., Any] =
         closed it.
     """
     if sys.stderr is None:  # print would use standard output instead
-        sys.stderr = open(os.devnull, "w")
+        with open(os.devnull, "w") as sink, redirect_stderr(sink):
+            return main(argv, make_engine=make_engine)
     args = build_parser().parse_args(argv)
     level = getattr(args, "log_level", "warning" if args.quiet else "info")
     shows_progress = not args.quiet and level in ("debug", "info")
