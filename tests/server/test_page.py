@@ -183,7 +183,7 @@ def test_calls_without_results_are_text_in_the_history(driver, address) -> None:
     ]
     for text, made, content in (
         ("yes", [], "yes"),
-        ("", calls, 'f({"x": 1})\ng({"y": "cu'),
+        ("", calls, 'f({"x": 1})\ng({"y": "cu)'),
         ("I call", calls[:1], 'I call\nf({"x": 1})'),
     ):
         turn = driver.execute_script("return turnOf(...arguments)", text, made)
