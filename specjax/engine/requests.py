@@ -131,12 +131,16 @@ def refuse_length(num_tokens: int, context_length: float) -> NoReturn:
     )
 
 
+# sampling parameters that need a grammar process
+LIMITS = (*GRAMMARS, "thinking_token_budget")
+
+
 def has_grammar(params: Any) -> bool:
     """Whether sampling parameters, or any in a list, need a grammar process."""
     if isinstance(params, SamplingParams):
         return params.grammar is not None or params.thinking_token_budget is not None
     if isinstance(params, Mapping):
-        return any(params.get(name) is not None for name in (*GRAMMARS, "thinking_token_budget"))
+        return any(params.get(name) is not None for name in LIMITS)
     return _is_list(params) and any(map(has_grammar, params))
 
 

@@ -10,9 +10,8 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec import Raw
 
-from specjax.engine.requests import has_grammar
+from specjax.engine.requests import LIMITS, has_grammar
 from specjax.sampling.grammar_process import while_waiting
-from specjax.sampling.params import GRAMMARS
 from specjax.scheduling.loop import Call
 from specjax.server.answers import Answer
 from specjax.server.exchange import Exchange
@@ -27,13 +26,7 @@ T = TypeVar("T")
 # more than the work: 10 ms or more with 64 clients, because threads wait for the interpreter.
 INLINE_BYTES = 4096
 # fields with a grammar, which takes time to compile
-GRAMMAR_FIELDS = (
-    *GRAMMARS,
-    "response_format",
-    "structured_outputs",
-    "thinking_token_budget",
-    "tools",
-)
+GRAMMAR_FIELDS = (*LIMITS, "response_format", "structured_outputs", "tools")
 # The log-probabilities of more tokens than this are formatted in another thread.
 INLINE_LOGPROBS = 256
 ENTRY_BYTES = 130  # memory of each log-probability while the request is in progress
