@@ -103,7 +103,7 @@ def runner_config(page_size: int = 4, **changes: Any) -> RunnerConfig:
 def _made_runner(head: Any, config: RunnerConfig) -> ModelRunner:
     networks = config.algorithm.networks(TARGET, head, implementation=config.implementation)
     runner = ModelRunner(networks, config)
-    runner.compile(show_progress=False)
+    runner.compile(show_progress=False, on_use=True)
     runner.load(
         target_model()[1],
         head_weights(head) if isinstance(head, (DraftConfig, ModelConfig)) else (),
@@ -114,7 +114,10 @@ def _made_runner(head: Any, config: RunnerConfig) -> ModelRunner:
 def make_runner(
     head: Any = None, num_steps: int = 0, *, rounds: int = 1, **changes: Any
 ) -> ModelRunner:
-    """Compile a runner with random weights, once per set of arguments. Tests clear its slots."""
+    """A runner with random weights, one per set of arguments. Tests clear its slots.
+
+    It compiles each function at its first use.
+    """
     algorithm = changes.pop("algorithm", None) or algorithm_of(head)
     options = {"algorithm": algorithm, "shapes": chains(num_steps)} | changes
     return _made_runner(head, runner_config(rounds_per_dispatch=rounds, **options))

@@ -42,12 +42,17 @@ class Files:
     def engine(
         self, *, speculative: bool = True, kind: type[Engine] = Engine, **changes: Any
     ) -> Engine:
-        """Create an engine; it drafts with the head unless ``speculative`` is False."""
+        """Create an engine; it drafts with the head unless ``speculative`` is False.
+
+        It compiles each function at its first use, unless ``compile_on_use`` is False.
+        """
+        if kind is Engine:
+            changes.setdefault("compile_on_use", True)
         arguments = self.arguments(speculative=speculative, **changes)
         return kind(arguments.pop("model"), **arguments)
 
     def small(self, **changes: Any) -> Engine:
-        """Create an engine that compiles as little as possible: one request, 1-token chunks."""
+        """Create an engine whose functions are as small as possible: one request, 1-token chunks."""
         sizes: dict[str, Any] = {
             "max_running_requests": 1,
             "batch_buckets": (1,),

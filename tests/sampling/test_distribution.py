@@ -61,7 +61,7 @@ def shaped_runner(shape: DraftShape, acceptance: Acceptance = COUPLED) -> ModelR
             implementation="xla",
         ),
     )
-    runner.compile(show_progress=False)
+    runner.compile(show_progress=False, on_use=True)
     head = random_weights(networks.draft, 1) if num_steps else ()
     runner.load(random_weights(networks.target, 0), head)
     return runner

@@ -149,7 +149,7 @@ def test_state_follows_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
     made, found = make_runner(EAGLE3, 3), []
     for shape in DraftShape.chain(0), DraftShape.chain(3), DraftShape(3, 2, 6):
         runner = ModelRunner(made.networks, replace(made.config, shapes=(shape,)))
-        runner.compile(show_progress=False)
+        runner.compile(show_progress=False, on_use=True)
         runner.load(*copied_weights())
         requests = []
         for params in KINDS:

@@ -216,7 +216,7 @@ def test_plain_batches_have_a_separate_function_on_gpus():
     given = {field.name: getattr(made.config, field.name) for field in fields(RunnerConfig)}
     config = GpuConfig(**given | {"batch_buckets": (4,), "prefill_buckets": (4,)})
     runner = ModelRunner(made.networks, config)
-    runner.compile(show_progress=False)
+    runner.compile(show_progress=False, on_use=True)
     runner.load(*made.weights)
     called = []
 

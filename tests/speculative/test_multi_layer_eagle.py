@@ -84,7 +84,7 @@ def served(runner: ModelRunner, params: SamplingParams, **options) -> list:
 @pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
 def test_modules_change_no_token(params, run_ahead):
     """Requests are preempted when pages run out, and prefixes come from the cache."""
-    requests = served(mtp_runner(), params, run_ahead=run_ahead, num_pages=40, is_cached=True)
+    requests = served(mtp_runner(), params, run_ahead=run_ahead, num_pages=28, is_cached=True)
     assert sum(request.num_retractions for request in requests) > 0
     assert sum(request.cached_tokens for request in requests) > 0
     seeds = [request.seed for request in requests]

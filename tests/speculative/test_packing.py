@@ -287,7 +287,7 @@ def block_runner(name: str) -> ModelRunner:
         algorithm.networks(TARGET, config),
         replace(make_runner().config, algorithm=algorithm, shapes=(shape,), reads_confidence=True),
     )
-    made.compile(show_progress=False)
+    made.compile(show_progress=False, on_use=True)
     made.load(target_model()[1], random_weights(made.networks.draft, 6))
     return made
 
