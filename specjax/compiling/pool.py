@@ -62,7 +62,7 @@ class CompilePool(dict[Hashable, Compiled]):
         self.cache = cache
         self.shows_progress = False  # for functions that are compiled at their first use
         self.report: list[CompiledFunction] = []
-        self._jobs: list[_Job] = []
+        self._jobs: dict[Hashable, _Job] = {}
 
     def add(
         self,
@@ -81,19 +81,19 @@ class CompilePool(dict[Hashable, Compiled]):
             remedy = "wrap it: jax.jit(partial(function))"
             raise ValueError(f"{function=} may be shared with other callers of jax.jit; {remedy}")
         label = " ".join(map(str, key)) if isinstance(key, tuple) else str(key)
-        self._jobs.append(_Job(key, label, function, tuple(arguments), compiler_options))
+        self._jobs[key] = _Job(key, label, function, tuple(arguments), compiler_options)
 
     def __missing__(self, key: Hashable) -> Compiled:
         """Compile an added function at its first use."""
-        jobs = {job.key: job for job in self._jobs}
-        self._jobs = [jobs.pop(key)]
-        self.compile(show_progress=self.shows_progress)
-        self._jobs = list(jobs.values())
+        self._compile([self._jobs.pop(key)], self.shows_progress)
         return self[key]
 
     def compile(self, *, show_progress: bool) -> None:
         """Compile the added functions or read them from the cache; only this thread traces."""
-        jobs, self._jobs = self._jobs, []
+        jobs, self._jobs = list(self._jobs.values()), {}
+        self._compile(jobs, show_progress)
+
+    def _compile(self, jobs: Sequence[_Job], show_progress: bool) -> None:
         cache, started = self.cache, time.perf_counter()
         names = {} if cache is None else {job.key: cache.key(*job[1:]) for job in jobs}
         done: dict[Hashable, CompiledFunction] = {}

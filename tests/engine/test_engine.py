@@ -51,6 +51,8 @@ def check_result(result: dict[str, Any], prompt_tokens: int) -> None:
 
 @pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
 def test_speculation_gives_the_output_of_plain_decoding(engine, plain, params) -> None:
+    for e in (engine, plain):
+        e.generate(TEXTS[0], params)  # compiles the functions
     with counted_compilations() as events:
         ours, theirs = (e.generate(TEXTS, params) for e in (engine, plain))
     assert events == []
@@ -330,9 +332,9 @@ def test_every_request_simulates_its_own_acceptance(files, shape) -> None:
         for i, each in enumerate(own)
     ]
     with files.engine(simulate_acceptance=0.6, **shape) as made:
+        prompts = [[3] * (i + 4) for i in range(len(params))]
+        results = made.generate(input_ids=prompts, sampling_params=params)
         with counted_compilations() as events:
-            prompts = [[3] * (i + 4) for i in range(len(params))]
-            results = made.generate(input_ids=prompts, sampling_params=params)
             alone = made.generate(input_ids=prompts[0], sampling_params=params[0])
         assert events == []
         scraped = generate_latest(made.metrics.registry).decode()

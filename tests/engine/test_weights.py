@@ -74,7 +74,7 @@ def new_engine(files: Files, others: tuple[Path, Path]) -> Iterator[Engine]:
 @pytest.fixture
 def engine(files: Files, old_engine: Engine) -> Iterator[Engine]:
     """An engine that shares the weights of another one until it gets new ones."""
-    with files.engine(share_weights_with=old_engine) as made:
+    with files.engine(share_weights_with=old_engine, compile_on_use=False) as made:
         yield made
 
 

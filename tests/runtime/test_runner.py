@@ -20,7 +20,9 @@ KEYS = [("round", chains(4)[0], batch) for batch in (1, 4)] + [("prefill", 4), (
 
 @pytest.fixture
 def runner() -> ModelRunner:
-    return make_runner(EAGLE3, 4, batch_buckets=(1, 4), prefill_buckets=(4, 16))
+    runner = make_runner(EAGLE3, 4, batch_buckets=(1, 4), prefill_buckets=(4, 16))
+    runner.compile(show_progress=False)
+    return runner
 
 
 def hlo_shape(array: jax.ShapeDtypeStruct) -> str:

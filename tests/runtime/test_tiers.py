@@ -112,6 +112,7 @@ def test_switches_during_all_that_a_scheduler_does(rounds, run_ahead) -> None:
 
 def test_hundreds_of_switches_compile_nothing() -> None:
     serving, policy = serving_with(random_steps(7), run_ahead=1)
+    serving.runner.compile(show_progress=False)
     rng = random.Random(1)
     with counted_compilations() as compiled, jax.transfer_guard("disallow"):
         while len(policy.reported) < 500:
@@ -223,6 +224,7 @@ def test_a_resting_draft_computes_no_more_than_its_keys_and_values() -> None:
 
 def test_measured_rounds_leave_no_trace() -> None:
     runner = tier_runner()
+    runner.compile(show_progress=False)
     with counted_compilations() as compiled:
         seconds = measure_round_seconds(runner)
     assert not compiled

@@ -242,6 +242,7 @@ def test_texts_equal_dense_decoding(shape, packed, rounds) -> None:
 def test_requests_share_the_rows() -> None:
     """Offsets by slot move rows from one request to another; nothing compiles."""
     runner = packed_runner(CHAIN, 3)
+    runner.compile(show_progress=False)
     rounds, greedy = [], SamplingParams(temperature=0.0)
     for slot, job in enumerate(JOBS[:4], start=1):
         start(runner, slot, Job(prompt=job.prompt, params=greedy))

@@ -166,6 +166,7 @@ def test_tiers_of_trees_change_no_token():
     """Rounds without drafts, chains and trees in turn; two tiers have equal steps."""
     shapes = (DraftShape.chain(0), DraftShape(1, 3, 4), DraftShape.chain(3, 2), TREE)
     runner = copied_runner(3, shapes=shapes)
+    runner.compile(show_progress=False)
     names = {one.key for one in runner.compiled.report if one.key.startswith("round")}
     assert names == {"round 0 4", "round 1-3-4 4", "round 3-1-2 4", "round 3-3-8 4"}
     controller = forced(runner, [shape for shape in shapes for _ in range(2)])
