@@ -41,7 +41,7 @@ FENCE = re.compile(r"(?:<!-- run by (\S+) -->\n)?^```(\w*)\n(.*?)^```$", re.MULT
 BLOCKS = [(page, *found) for page, text in PAGES.items() for found in FENCE.findall(text)]
 RUN_HERE = [(page, source) for page, test, kind, source in BLOCKS if kind == "python" and not test]
 # these compile more than the engine that most tests share
-MANY_COMPILED = ("adaptive_decoding", "algorithms", "disaggregation", "trees")
+MANY_COMPILED = ("adaptive_decoding", "algorithms", "disaggregation", "structured_output", "trees")
 SAME = {  # scripts that are commands under another name
     "scripts/warmup_compile_cache.py": ["specjax", "warmup"],
     "scripts/bench_adaptive_speculative.py": ["specjax", "bench", "adaptive"],

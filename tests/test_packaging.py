@@ -69,6 +69,7 @@ def test_public_names_are_exported() -> None:
     assert [name for name in specjax.__all__ if not hasattr(specjax, name)] == []
 
 
+@pytest.mark.slow
 def test_import_has_no_side_effects() -> None:
     code = (
         "import os, sys, logging; before = dict(os.environ); import specjax.testing; import jax;"

@@ -325,6 +325,7 @@ def test_no_oscillation_on_a_constant_input(
     assert tokens / seconds > 0.97 * rates[0]
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=40)
 @given(st.data())
 def test_the_tier_is_a_candidate_and_the_same_counts_lead_to_the_same_state(

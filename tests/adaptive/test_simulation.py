@@ -57,6 +57,7 @@ def rate(
     return tokens / seconds
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("table", "batch_size"), CASES, ids=IDS)
 @pytest.mark.parametrize(("low", "high"), [(0.03, 0.95), (0.2, 0.8), (0.3, 0.9), (0.35, 0.97)])
 def test_changing_acceptance_beats_every_fixed_tier(
@@ -71,6 +72,7 @@ def test_changing_acceptance_beats_every_fixed_tier(
     assert adaptive >= 0.97 * fixed[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("table", "batch_size"), CASES, ids=IDS)
 @pytest.mark.parametrize("first", [0.0, 0.1, 0.2, 0.3, 0.4, 0.6, 0.8, 0.95])
 def test_steady_acceptance_costs_little(table: Times, batch_size: int, first: float) -> None:
@@ -113,6 +115,7 @@ WIDE: Times = {
 PACKED = DraftShape(7, 1, 8, packed=4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", WIDE)
 @pytest.mark.parametrize("chance", [0.05, 0.3, 0.6, 0.9])
 def test_every_load_is_near_its_best_tier(chance: float, size: int) -> None:
@@ -139,6 +142,7 @@ def test_a_changing_load_is_followed_within_half_a_second(seed: int) -> None:
             assert stretch.rate > 0.92 * fixed
 
 
+@pytest.mark.slow
 def test_packed_rows_pay_off_if_requests_differ() -> None:
     times = dict(round_seconds(WIDE))
     for size, row in WIDE.items():  # verifies as many rows as three drafts, and drafts four more
@@ -208,6 +212,7 @@ def test_expected_tokens_of_packed_rounds_are_realised() -> None:
     assert expected == pytest.approx(realised, rel=0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1])
 def test_packed_rounds_return_after_bad_acceptance(seed: int) -> None:
     """The last packed rounds before a change realise too little, which says nothing about later."""

@@ -49,6 +49,7 @@ def write(path: Path, case: BlockCase) -> Path:
     return publish(case, random_tensors(case, copies, seed=1), path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_a_spelling_means_what_it_says(tmp_path: Path, name: str) -> None:
     case = CASES[name]
@@ -187,6 +188,7 @@ def test_refusals_name_the_reason(tmp_path: Path, name: str) -> None:
         open_block(path, target_at(tmp_path))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["1-sliding", "3-gated", "4-dspark-config", "6-reduced"])
 def test_damaged_configurations(tmp_path: Path, name: str) -> None:
     """Any damage raises a ValueError that names the file."""

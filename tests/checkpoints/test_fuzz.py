@@ -230,6 +230,7 @@ QUICK = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", QUICK)
 def test_damage_is_refused(name: str, files: Files, tmp_path: Path) -> None:
     check(CASES[name], tmp_path, files, 40 if name.startswith(("gguf", "safetensors")) else 6)

@@ -180,6 +180,7 @@ def logits_of(path: Path) -> np.ndarray:
     return dense_logits(flat.order(target.load_weights()), TOKENS, target.config)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FORMATS)
 def test_formats_have_the_values_of_their_files(files: Files, tmp_path: Path, name: str) -> None:
     stored, whole = make(files, tmp_path, name)

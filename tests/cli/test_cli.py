@@ -549,6 +549,7 @@ def test_text_is_painted_by_tokens(whole: str, flags: list[bool], steps: list[An
         assert painter.paint(text, ids[:count], flags[:count], final=is_final) == painted
 
 
+@pytest.mark.slow
 @given(
     text=st.text(max_size=12),
     cuts=st.lists(st.integers(0, 40), max_size=5),

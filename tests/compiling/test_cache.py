@@ -211,6 +211,7 @@ def test_a_full_disk_costs_the_entry_only(folder, caplog, monkeypatch) -> None:
     run(pool)
 
 
+@pytest.mark.slow
 def test_functions_in_jaxs_cache_are_compiled_past_it(folder) -> None:
     """JAX's cache gives executables that cannot be serialized."""
     cache = opened(folder)
@@ -270,6 +271,7 @@ def shared(x: jax.Array) -> jax.Array:
     return jnp.sort(jnp.concatenate([x, jnp.roll(x, 3) * 2]))
 
 
+@pytest.mark.slow
 def test_executables_from_jaxs_cache_are_not_stored(folder) -> None:
     """Such an executable can be serialized and loaded, but then does not run."""
     abstract = jax.ShapeDtypeStruct((64,), jnp.float32)

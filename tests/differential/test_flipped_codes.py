@@ -81,6 +81,7 @@ def close(one: np.ndarray, two: np.ndarray, bound: float) -> np.ndarray:
     return np.abs(one - two).max(axis=-1) <= bound * most
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("block", [8, 32])  # 32 rows, and 128, which multiply 8-bit numbers
 @pytest.mark.parametrize("kind", ["fp8", "int8"])

@@ -91,6 +91,7 @@ def test_both_ways_in_order() -> None:
         assert left.channel.is_open
 
 
+@pytest.mark.slow
 def test_large_arrays_and_those_of_jax() -> None:
     rng = np.random.default_rng(0)
     large = rng.integers(0, 255, (WINDOW + 9) * FRAME_BYTES + 5, np.uint8)

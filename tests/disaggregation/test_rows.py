@@ -38,6 +38,7 @@ def test_put_changes_no_other_rows():
         np.testing.assert_array_equal(new[:, rest], old[:, rest])
 
 
+@pytest.mark.slow
 def test_pools_are_written_in_place():
     runner = copied_runner(3)
     transfer = transfer_of(runner)
@@ -95,6 +96,7 @@ def test_sides_that_differ_are_named():
         check_facts(facts, {name: facts[name] for name in facts if name != "algorithm"})
 
 
+@pytest.mark.slow
 def test_a_fingerprint_sees_every_bit():
     rng = np.random.default_rng(0)
     weights = tuple(rng.normal(size=shape).astype("f4") for shape in ((3, 5), (7,), (5, 3)))

@@ -67,6 +67,7 @@ def ask(engine: Engine, prompts: Any = PROMPTS, params: Any = GREEDY, **options:
     return engine.generate(input_ids=prompts, sampling_params=params, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("params", [GREEDY, DRAWN, DRAWN | {"n": 2, "speculative": False}])
 def test_results_are_those_of_one_engine(alone, pair, params):
     before = pair.prefill.get_server_info()["internal_states"][0]
@@ -77,6 +78,7 @@ def test_results_are_those_of_one_engine(alone, pair, params):
     assert computed == sum(LENGTHS) * params.get("n", 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [
@@ -113,6 +115,7 @@ def test_streams_and_counts(alone, pair, texts):
     assert after[0].time_to_first_token.total > before[0].time_to_first_token.total
 
 
+@pytest.mark.slow
 def test_nothing_compiles_and_nothing_is_copied_unasked(pair):
     ask(pair)
     with counted_compilations() as compiled, jax.transfer_guard("disallow"):
@@ -168,6 +171,7 @@ def test_a_timeout_in_transit(pair):
     assert "timed out after 0.2 s" in reason["message"]
 
 
+@pytest.mark.slow
 def test_jobs_of_a_silent_peer_are_prefilled_locally(pair, texts, caplog, monkeypatch):
     """Only the deadline wakes the engine, and late messages change nothing."""
     monkeypatch.setattr(decode, "MAX_SILENCE", 0.2)
@@ -237,6 +241,7 @@ WRONG: dict[str, tuple[type, Callable[[Any], dict[str, Any]]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WRONG)
 def test_misfits_are_prefilled_locally(pair, texts, name, caplog):
     kind, values = WRONG[name]
@@ -295,6 +300,7 @@ def test_messages_of_nobody_are_ignored(pair, texts):
         assert_same(asked.result(), texts[:2])
 
 
+@pytest.mark.slow
 def test_other_weights_on_one_side_only(pair, texts):
     """KV of other weights is dropped, and no job is sent until the weights are equal."""
     names, weights = pair.runner.networks.target.names, pair.runner.weights[0]

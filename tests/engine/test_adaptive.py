@@ -131,6 +131,7 @@ def test_texts_are_plain_and_metrics_agree(files, plain_ids, monkeypatch):
     assert "spec_calibration_error" not in metrics  # no packed tier
 
 
+@pytest.mark.slow
 def test_fixed_engines_report_no_adaptation(files):
     with files.small() as engine:
         meta = engine.generate("abc", GREEDY)["meta_info"]

@@ -7,6 +7,7 @@ from specjax.runtime.runner import ModelRunner
 from specjax.testing import Files
 
 
+@pytest.mark.slow
 def test_functions_are_compiled_at_their_first_use(files: Files) -> None:
     prompt, params = [5, 6, 7], {"temperature": 0.0, "max_new_tokens": 5, "ignore_eos": True}
     with files.small(speculative=False, compile_on_use=True) as engine:

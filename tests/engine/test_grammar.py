@@ -376,6 +376,7 @@ def test_siblings_have_their_own_masks(engine: Engine) -> None:
         np.testing.assert_array_equal(masks[node], fresh.mask())
 
 
+@pytest.mark.slow
 def test_late_masks_change_no_text(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without patience, every answer is late, and the requests take turns in rounds."""
     params = [*jobs()[1::4], {"max_new_tokens": 30, "temperature": 0.9, "sampling_seed": 99}]
@@ -385,6 +386,7 @@ def test_late_masks_change_no_text(engine: Engine, monkeypatch: pytest.MonkeyPat
     assert [output["output_ids"] for output in engine.generate(**inputs)] == expected
 
 
+@pytest.mark.slow
 def test_the_end_of_a_process_ends_its_request_only(engine: Engine) -> None:
     both = [{"regex": "[ab]{400}", "max_new_tokens": 400}, {"max_new_tokens": 9}]
     stream = engine.generate(input_ids=[PROMPT] * 2, sampling_params=both, stream=True)

@@ -25,6 +25,7 @@ PROMPT = [5, 9, 11, 40, 2, 7] * 4
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=12, ignore_eos=True)
 
 
+@pytest.mark.slow
 def test_pools_take_a_quarter_of_float32(files: Files) -> None:
     """Of target and draft; the log-probabilities of the prompt change little, but do change."""
     found = []
@@ -62,6 +63,7 @@ def test_refusals() -> None:
             check_kv_dtype("fp8_e4m3", place)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_kernels_lower_for_cuda(dtype: str) -> None:
     shape = jax.ShapeDtypeStruct

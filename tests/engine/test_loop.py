@@ -68,6 +68,7 @@ def random_jobs(count: int) -> list[tuple[list[int], SamplingParams]]:
     ]
 
 
+@pytest.mark.slow
 def test_eight_threads_get_the_results_of_one(engine) -> None:
     jobs = random_jobs(64)
     expected = [engine.generate(input_ids=i, sampling_params=p) for i, p in jobs]
@@ -184,6 +185,7 @@ def test_ctrl_c_ends_the_callers_requests_only(engine, monkeypatch) -> None:
     assert is_idle(engine)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_inside", [False, True], ids=["between", "inside"])
 @pytest.mark.parametrize("way", ["closed", "deleted", "collected"])
 def test_abandoned_streams(engine, monkeypatch, way, is_inside) -> None:
@@ -235,6 +237,7 @@ def test_a_stream_collected_inside_a_step(engine, monkeypatch) -> None:
     assert is_idle(engine)
 
 
+@pytest.mark.slow
 def test_an_engine_without_references_goes(files, engine) -> None:
     made = files.small(share_weights_with=engine)
     made.generate("hello", GREEDY)
@@ -249,6 +252,7 @@ def test_an_engine_without_references_goes(files, engine) -> None:
     assert [part() for part in parts] == [None, None]
 
 
+@pytest.mark.slow
 def test_a_stream_keeps_its_engine(files, engine) -> None:
     made = files.small(share_weights_with=engine)
     gone = weakref.ref(made)

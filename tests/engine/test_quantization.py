@@ -51,6 +51,7 @@ GREEDY = SamplingParams(temperature=0.0, max_new_tokens=24, ignore_eos=True)
 SEEDED = SamplingParams(temperature=0.8, max_new_tokens=24, ignore_eos=True, sampling_seed=3)
 
 
+@pytest.mark.slow
 @KINDS
 @given(
     matrix=arrays.arrays(
@@ -70,6 +71,7 @@ def test_values_are_rounded_to_the_nearest(kind: str, matrix: np.ndarray) -> Non
     assert (values[most[:, 0] == 0].astype(np.float32) == 0).all()
 
 
+@pytest.mark.slow
 @given(arrays.arrays(np.float32, 32, elements=st.floats(-448, 448, width=32)))
 def test_8_bit_floats_are_those_of_ml_dtypes(values: np.ndarray) -> None:
     expected = values.astype(ml_dtypes.float8_e4m3fn)
@@ -120,6 +122,7 @@ def engines(request, files: Files, tmp_path_factory) -> Iterator[tuple[str, Engi
     drafting.close()
 
 
+@pytest.mark.slow
 def test_texts_are_those_of_the_dequantised_model(engines) -> None:
     kind, plain, drafting = engines
     assert texts(drafting) == texts(plain)
@@ -139,6 +142,7 @@ def test_texts_are_those_of_the_dequantised_model(engines) -> None:
     assert "fc.kernel.values" in draft.names
 
 
+@pytest.mark.slow
 def test_new_weights_are_quantised_too(engines, files: Files) -> None:
     kind, plain, drafting = engines
     before = texts(drafting)
@@ -155,6 +159,7 @@ def test_new_weights_are_quantised_too(engines, files: Files) -> None:
     assert texts(drafting) == before
 
 
+@pytest.mark.slow
 def test_weights_by_the_names_of_the_engine(engines, files: Files) -> None:
     kind, _, drafting = engines
     before = texts(drafting)
@@ -238,6 +243,7 @@ def test_drafts_whose_activations_stay_are_named(own, kind, message, caplog) -> 
     assert not caplog.records
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["fp8", "int8"])
 @pytest.mark.parametrize("rows", [3, LEAST_8BIT_ROWS])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -260,6 +266,7 @@ def test_products_round_activations(kind: str, rows: int, dtype: str) -> None:
     assert np.mean(np.float32(exact) != np.float32(codes)) < 0.005
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["fp8", pytest.param("int8", marks=pytest.mark.slow)])
 def test_texts_do_not_depend_on_the_number_of_rows(kind: str, files: Files) -> None:
     """Engines whose prefill and rounds have few and many rows, without and with drafts."""
@@ -278,6 +285,7 @@ def test_texts_do_not_depend_on_the_number_of_rows(kind: str, files: Files) -> N
     assert found[0] == found[1] == found[2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rounds", [False, True])
 @KINDS
 def test_many_rows_in_bfloat16_are_those_of_few(kind: str, *, rounds: bool) -> None:
@@ -299,6 +307,7 @@ def test_many_rows_in_bfloat16_are_those_of_few(kind: str, *, rounds: bool) -> N
     np.testing.assert_allclose(logits, jnp.concatenate(halves), rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("has_zeros", [False, True])
 @pytest.mark.parametrize("rows", [1, 5, MAX_FUSED_ROWS + 1])
 @pytest.mark.parametrize("size", [(512, 40), (500, 40), (128, 8)], ids=str)
@@ -330,6 +339,7 @@ def test_products_of_groups(size: tuple[int, int], rows: int, *, has_zeros: bool
     np.testing.assert_allclose(chosen, expected[:, [3, 0, 7]], atol=1e-5 * np.abs(expected).max())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.int4, jnp.int8, jnp.float8_e4m3fn])
 def test_prefill_engines_compare_quantised_weights(dtype) -> None:
     weight = jnp.ones((1, 4, 8), dtype)

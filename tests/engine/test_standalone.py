@@ -74,6 +74,7 @@ def answers(engine: Engine, params: Any = GREEDY) -> list[list[int]]:
     return [out["output_ids"] for out in engine.generate(TEXTS, params)]
 
 
+@pytest.mark.slow
 def test_texts_are_those_of_plain_decoding(standalone, plain) -> None:
     assert "qwen2 model" in standalone.draft.describe()
     for params in (GREEDY, SEEDED):

@@ -67,6 +67,7 @@ def warmed(files):
         return warm_up(EngineArgs(**options(files)))
 
 
+@pytest.mark.slow
 def test_a_warm_up_compiles_and_describes_every_function(files, warmed) -> None:
     names = {function.key.split()[0] for function in warmed.functions}
     assert {"round", "prefill"} <= names
@@ -95,6 +96,7 @@ def test_an_interrupted_warm_up_resumes(files, warmed) -> None:
     assert warm_up(EngineArgs(**options(files))).num_compiled == 0
 
 
+@pytest.mark.slow
 def test_a_start_after_it_compiles_no_function_and_gives_the_same_texts(files, warmed) -> None:
     from specjax import Engine
 
@@ -108,6 +110,7 @@ def test_a_start_after_it_compiles_no_function_and_gives_the_same_texts(files, w
         assert texts(warm) == texts(plain)
 
 
+@pytest.mark.slow
 def test_compiling_after_it_traces_nothing(files, warmed) -> None:
     planned = plan_engine(EngineArgs(**options(files)))
     cache = open_compile_cache(files / "cache", *planned.cache_facts)
@@ -152,6 +155,7 @@ def command(files: Path, *extra: str) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 def test_the_command_compiles_all_engine_functions(files, warmed, tmp_path, capsys) -> None:
     assert main(command(files, f"--json={tmp_path / 'result.json'}")) == 0
     out, err = capsys.readouterr()
@@ -203,11 +207,13 @@ def test_a_start_with_the_options_of_the_command_compiles_nothing(
         assert [f.key for f in engine.runner.compiled.report if not f.is_hit] == []
 
 
+@pytest.mark.slow
 def test_a_quiet_command_says_nothing(files, warmed, capsys) -> None:
     assert main(command(files, "--quiet")) == 0
     assert capsys.readouterr() == ("", "")
 
 
+@pytest.mark.slow
 def test_the_command_deletes_old_entries(files, warmed, capsys) -> None:
     assert main(command(files, "--prune=30")) == 0
     assert "deleted 0 old cache entries" in capsys.readouterr().err

@@ -115,6 +115,7 @@ def test_weights_from_disk(engine, old_engine, new_engine, files, others) -> Non
     assert (engine.target.path, engine.draft.path) == (files.target, files.head)
 
 
+@pytest.mark.slow
 def test_an_engine_can_borrow_updated_weights(files, engine, new_engine, others) -> None:
     engine.update_weights_from_disk(*others)
     with files.engine(target=others[0], draft=others[1], share_weights_with=engine) as borrower:
@@ -171,6 +172,7 @@ def test_copies_in_a_drafters_file_are_ignored(files: Files, tmp_path: Path) -> 
             weights_from_tensors(plan, given, draft=True)
 
 
+@pytest.mark.slow
 def test_arrays_are_copied(engine, new_engine) -> None:
     names, weights = engine.runner.networks.target.names, new_engine.runner.weights[0]
     mine = {name: aligned(np.asarray(w)) for name, w in zip(names, weights, strict=True)}
@@ -283,6 +285,7 @@ def test_tensors_that_no_weight_can_be_made_of(old_engine) -> None:
     assert answers(old_engine) == before
 
 
+@pytest.mark.slow
 def test_weights_that_are_not_finite(engine, old_engine, files, others) -> None:
     """They are refused by name. If they are allowed, the next weights remove all traces of them."""
     names, weights = engine.runner.networks.target.names, old_engine.runner.weights[0]
@@ -306,6 +309,7 @@ def test_weights_that_are_not_finite(engine, old_engine, files, others) -> None:
     assert events == []
 
 
+@pytest.mark.slow
 def test_checkpoints_that_do_not_fit(engine, old_engine, files, tmp_path) -> None:
     target = tmp_path / "target"
     shutil.copytree(files.target, target)

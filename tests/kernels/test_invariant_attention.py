@@ -159,6 +159,7 @@ def test_bits_do_not_depend_on_batch_prompt_or_tree(heads):
             assert (np.asarray(out)[0, nodes] == wanted).all(), (batch, rows, residue)
 
 
+@pytest.mark.slow
 def test_kernels_lower_for_cuda():
     form = {"page_size": 16, "implementation": "pallas"}
     tree = partial(invariant_tree_attention, **form)

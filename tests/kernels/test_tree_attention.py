@@ -254,6 +254,7 @@ def test_windows_on_gpu(case, level, window, dtype):
     check(PALLAS, case, dtype, level is not None, level, window)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_splits", [1, 4])
 @pytest.mark.parametrize("window", [1, 17, 40])
 def test_keys_before_all_windows_are_not_read(num_splits, window):

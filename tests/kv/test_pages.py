@@ -145,6 +145,7 @@ def test_attend_stores_after_the_sequences() -> None:
     check_stored(view, attend, (2, rows), expected)
 
 
+@pytest.mark.slow
 def test_packed_segments_are_stored_and_padding_is_not() -> None:
     view = view_of([3, 1, 5], [0, 0, 0], [2, 4, 0])
     starts, counts = jnp.array([2, 0, 3], jnp.int32), jnp.array([4, 0, 3], jnp.int32)
@@ -156,6 +157,7 @@ def test_packed_segments_are_stored_and_padding_is_not() -> None:
     check_stored(view, view.attend_packed(segments), (1, 10), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("qk_norm", [False, True])
 def test_stores_with_and_without_attention_are_equal(qk_norm: bool) -> None:
     """In bfloat16, where products are partial sums unless heads are normed."""
@@ -179,6 +181,7 @@ def test_stores_with_and_without_attention_are_equal(qk_norm: bool) -> None:
     np.testing.assert_array_equal(stored[:, 4:], attended[:, 4:])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("window", "sees"), [(None, True), (7, True), (6, False)])
 def test_a_layer_with_a_window_sees_only_its_last_keys(window: int | None, sees: bool) -> None:
     """Two rows that see each other, from position 7 on; the key at position 1 changes."""

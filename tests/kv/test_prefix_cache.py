@@ -333,5 +333,5 @@ class Caching(RuleBasedStateMachine):
         assert self.cache.num_pages == 0
 
 
-TestCaching = Caching.TestCase
+TestCaching = pytest.mark.slow(Caching.TestCase)
 TestCaching.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)

@@ -163,6 +163,7 @@ def check_close(ours: np.ndarray, theirs: np.ndarray) -> None:
     assert np.abs(ours - theirs).max() <= 2e-5 * np.abs(theirs).max()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", ["xla", "interpret"])
 def test_norm_order_and_activation(tmp_path: Path, implementation: str) -> None:
     path = write_directory(tmp_path, SETTINGS, TENSORS)
@@ -210,6 +211,7 @@ def test_an_engine_serves_int8_weights_of_any_family(files: Any, tmp_path: Path)
     assert found == text[9:]
 
 
+@pytest.mark.slow
 def test_random_quantised_weights_spread_as_plain_ones_do() -> None:
     config = replace(TARGET, quantization=Quantization("int8"))
     flat = FlatModel.of(partial(CausalLM, config))
@@ -222,6 +224,7 @@ def test_random_quantised_weights_spread_as_plain_ones_do() -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_product_with_a_kernel_of_another_dtype(dtype: str) -> None:
     rng = np.random.default_rng(2)
@@ -254,6 +257,7 @@ def mixed_layers(config: Any) -> tuple[LayerKind, ...]:
     return near, far, near
 
 
+@pytest.mark.slow
 def test_layers_of_two_kinds_with_options_of_attention(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -42,6 +42,7 @@ def passes(config: Any, tensors: dict[str, np.ndarray]) -> tuple[np.ndarray, lis
     return np.asarray(model.logits(hidden)), stored
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_outputs_stay_the_same(name: str) -> None:
     shared = {f: getattr(TARGET, f) for f in ("vocab_size", "hidden_size", "num_heads", "head_dim")}

@@ -22,6 +22,7 @@ def error(ours: jax.Array, exact: np.ndarray) -> float:
     return float(np.abs(np.asarray(ours, np.float64) - exact).max() / np.abs(exact).max())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("rows", [1, 2, 8, 63, 64, 256])
 def test_products_are_exact_to_float32(rows: int, device: str) -> None:

@@ -19,6 +19,7 @@ from specjax.testing.dense import dense_attend
 WIDE = replace(TARGET, hidden_size=128, intermediate_size=256, num_layers=2, head_dim=32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "limit", "rows"),
     [("float32", 1e-6, 40), ("bfloat16", 2e-2, 1), ("bfloat16", 2e-2, 40), ("bfloat16", 2e-2, 70)],

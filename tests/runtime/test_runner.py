@@ -46,6 +46,7 @@ def history_copies(runner: ModelRunner, text: str) -> list[str]:
     return re.findall(rf"= {re.escape(shape)}\S* copy(?:-start)?\(", text)
 
 
+@pytest.mark.slow
 def test_everything_that_serving_dispatches_is_compiled(runner) -> None:
     keys = [*KEYS, *(("prefill_logprobs", width) for width in (4, 16)), ("record_cached",)]
     assert len(runner.compiled) == len(keys)

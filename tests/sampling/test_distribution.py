@@ -164,6 +164,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [PLAIN, CHAIN], ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_filters_follow_the_softmax(shape, case):
@@ -202,6 +203,7 @@ UNTOUCHED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("shape", "acceptance"), UNTOUCHED, ids=str)
 def test_greedy_requests_and_those_without_speculation_stay_as_they_are(shape, acceptance):
     """Other requests do change: with the same seed their text differs."""

@@ -37,6 +37,7 @@ def table():
     return sampling_rows(PARAMS, VOCAB)
 
 
+@pytest.mark.slow
 def test_a_perfect_draft_draws_what_the_target_draws():
     config = SamplingConfig()
     tree = chain_input(jnp.zeros((4, 2), jnp.int32), POSITIONS[:, 0] - 1)
@@ -47,6 +48,7 @@ def test_a_perfect_draft_draws_what_the_target_draws():
     assert (np.asarray(probs) == 1).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("topk", [1, 4])
 def test_columns_follow_noise_and_filters(topk):
     """Columns of a smaller vocabulary use the noise of their tokens."""
@@ -82,6 +84,7 @@ def test_a_greedy_batch_needs_no_noise(topk):
         np.testing.assert_array_equal(ours, theirs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("topk", [1, 4])
 def test_drafts_on_a_gpu_do_not_wait_for_the_host(topk):
     """The K best are one composite; a backend without it would run a sort."""
@@ -98,6 +101,7 @@ def test_drafts_on_a_gpu_do_not_wait_for_the_host(topk):
     assert text.count("stablehlo.sort") == (topk > 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

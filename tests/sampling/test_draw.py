@@ -60,6 +60,7 @@ def test_noise_depends_on_seed_and_position_only():
         assert np.any(np.asarray(other) != together)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [1.0, 0.01, 1e-6, 1e30])
 def test_extreme_logits_are_drawn_equally_alone_and_with_filtered_rows(temperature):
     """They overflow; a NaN in the filters, which other rows enable, would change the tokens."""
@@ -99,6 +100,7 @@ def test_filters_of_greedy_rows_are_off():
     assert (int(table.top_ks[0]), float(table.top_ps[0]), float(table.min_ps[0])) == (30, 1, 0)
 
 
+@pytest.mark.slow
 def test_the_greedy_form_takes_the_best_token_and_nothing_else():
     logits = jnp.asarray(np.random.default_rng(5).normal(size=(3, 2, 30)), jnp.float32)
     tree = chain_input(jnp.ones((3, 2), jnp.int32), jnp.array([4, 0, 9], jnp.int32))

@@ -158,6 +158,7 @@ def test_a_process_that_has_ended_is_replaced(grammars: Grammars) -> None:
     first.close()
 
 
+@pytest.mark.slow
 def test_the_program_is_started_again(grammars: Grammars) -> None:
     program = grammars._program
     program.kill()

@@ -96,6 +96,7 @@ def random_case(seed, kind, rows):
     return jnp.asarray(logits), tree, table, jnp.asarray(history)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "rows"), [("chain", 1), ("chain", 5), ("tree", 7)])
 @pytest.mark.parametrize("seed", range(3))
 def test_every_row_is_penalised_for_its_own_path(kind, rows, seed):

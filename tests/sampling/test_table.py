@@ -97,6 +97,7 @@ INTEGERS = st.integers() | st.integers(-2, 2**33) | st.sampled_from([2**31 - 1, 
 NUMBERS = st.floats() | st.floats(-3, 3) | st.sampled_from([1e-300, 1e-38, 1e38, 1e300]) | INTEGERS
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(
     st.fixed_dictionaries(

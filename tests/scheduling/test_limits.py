@@ -65,6 +65,7 @@ def test_a_timeout_ends_running_and_waiting_requests(run_ahead) -> None:
         assert request in late or len(request.output_ids) == 40
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", [0, 1])
 def test_a_full_queue_refuses_and_says_why(limit) -> None:
     """Free slots do not count, so four requests are taken even without a queue."""
@@ -94,6 +95,7 @@ def test_a_call_is_taken_whole_or_not_at_all() -> None:
     assert [len(r.output_ids) for r in three] == [40, 40, 0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_cached", [False, True])
 @pytest.mark.parametrize("call", ["prefill", "round"])
 def test_a_fault_ends_all_requests_and_leaves_nothing(call, is_cached, monkeypatch) -> None:

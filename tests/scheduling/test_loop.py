@@ -476,6 +476,7 @@ def test_closing_ends_everything(loop, scheduler) -> None:
     assert not scheduler.running
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("delay", range(20))
 def test_submissions_race_with_the_end(scheduler, delay) -> None:
     """Whenever a loop ends, each submitted call gets its last item."""

@@ -23,6 +23,7 @@ CHARGED = replace(
 FEW = 1 + 25
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_steps", "rounds", "run_ahead", "is_cached", "params"),
     [  # pairwise: shape, depth of the queue and parameters
@@ -94,6 +95,7 @@ def test_the_newest_goes_first_and_the_order_stays() -> None:
     serving.check_clean()
 
 
+@pytest.mark.slow
 def test_log_probabilities_stay_with_their_tokens() -> None:
     def serve(num_pages: int):
         serving = Serving(run_ahead=1, num_pages=num_pages)
@@ -149,6 +151,7 @@ def test_a_retracted_request_can_be_aborted() -> None:
         assert (request.finish_reason == {"type": "abort"}) == (len(request.output_ids) < 50)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("run_ahead", "is_cached"), [(0, False), (1, True)])
 def test_a_flush_computes_everything_again(run_ahead, is_cached) -> None:
     serving = Serving(run_ahead=run_ahead, is_cached=is_cached)
@@ -165,6 +168,7 @@ def test_a_flush_computes_everything_again(run_ahead, is_cached) -> None:
     assert requests[0].num_retractions > 0
 
 
+@pytest.mark.slow
 def test_requests_that_leave_early_do_not_wait_for_the_whole_pool() -> None:
     """The pool holds two complete requests, but all four start, since they end early."""
     params = replace(SEEDED, max_new_tokens=80)

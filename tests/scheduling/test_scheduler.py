@@ -130,6 +130,7 @@ def test_exactly_the_whole_pool() -> None:
     assert [r.output_ids for r in requests] == [expected, expected]
 
 
+@pytest.mark.slow
 @settings(max_examples=15)
 @given(
     run_ahead=st.sampled_from([0, 1]),
@@ -215,6 +216,7 @@ def test_end_tokens_outside_the_vocabulary_are_ignored() -> None:
     assert request.output_ids == whole[: whole.index(whole[3]) + 1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prompt_len", [100, 127])
 @pytest.mark.parametrize("num_steps", [0, STEPS])
 def test_prompt_and_completion_may_fill_the_page_table(num_steps, prompt_len) -> None:

@@ -29,6 +29,7 @@ acceptance, common, compare, rounds, serving = (
 TOKENIZER = letter_tokenizer()
 
 
+@pytest.mark.slow
 def test_both_engines_of_acceptance_fit_into_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = 24 * plan.MEMORY_GRANULE  # less than the requests could use
     monkeypatch.setattr(plan.sizing, "device_memory", lambda _: memory)

@@ -93,6 +93,7 @@ def test_local_callers(client, headers, expected, options) -> None:
     assert refusal(Access(**options), headers, client) == expected
 
 
+@pytest.mark.slow
 def test_a_private_server_is_not_for_pages_of_other_sites(engine) -> None:
     private = Service(engine, access=Access(is_private=True))
     with running(route(private)) as port:

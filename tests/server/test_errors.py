@@ -134,6 +134,7 @@ OTHERS: list[tuple[str, dict[str, Any], str | None, str]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("route", "body", "param", "words"),
     [

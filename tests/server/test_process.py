@@ -73,6 +73,7 @@ def test_bad_options_end_with_a_reason(files, capsys) -> None:
             assert reason in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_more_descriptors_are_allowed() -> None:
     code = (
         "import resource; from specjax.server.process import raise_descriptor_limit as more;"

@@ -145,6 +145,7 @@ def reasoning(files: Files, engine: Engine, tmp_path_factory: pytest.TempPathFac
         yield Client(port)
 
 
+@pytest.mark.slow
 def test_reasoning_comes_apart_and_before_the_grammar(reasoning: Client) -> None:
     """Prompts that open the reasoning, close it, or leave it to the model."""
     end = str(EOS_ID + 2)
@@ -184,6 +185,7 @@ def test_reasoning_comes_apart_and_before_the_grammar(reasoning: Client) -> None
         assert (parts["reasoning_content"] or None) == message["reasoning_content"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fields", [{}, {"response_format": FORMAT}, {"speculative": False}])
 def test_reasoning_has_a_budget(reasoning: Client, fields: dict[str, Any]) -> None:
     """The letters are tokens, and the model does not end its reasoning by itself."""
@@ -292,6 +294,7 @@ def test_a_call_that_is_cut_off(tools: Client) -> None:
         assert (streamed, end) == (arguments, reason)
 
 
+@pytest.mark.slow
 def test_a_model_that_calls_nothing_answers_with_content(tools: Client) -> None:
     """The same text as without tools in the request."""
     for fields in ({"tool_choice": "auto"}, {"tool_choice": "none"}):
@@ -339,6 +342,7 @@ def test_wrong_tools(tools: Client, fields: dict[str, Any], param: str, words: s
     assert words in answer.error["message"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", sorted(FORMATS))
 def test_a_required_call_is_what_the_parser_reads(kind: str) -> None:
     tokenizer = open_target("smollm2-135m", dtype="float32").load_tokenizer()
@@ -366,6 +370,7 @@ def test_a_required_call_is_what_the_parser_reads(kind: str) -> None:
         assert is_whole is (is_parallel and kind != "llama3")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["hermes", "llama3", "mistral"])
 def test_arguments_of_strict_functions_are_limited(kind: str) -> None:
     """Free text, a call of a strict function, and one of another."""
@@ -422,6 +427,7 @@ def test_a_template_without_tools_gets_a_prompt() -> None:
     assert with_default_prompt(own, TOOLS)[0]["content"].startswith("be brief\n\nYou can call")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", FORMATS)
 def test_required_calls_are_read_while_they_are_written(kind: str) -> None:
     """At any cut, calls are a beginning of the whole ones, which the parser of the kind reads."""

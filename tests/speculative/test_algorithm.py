@@ -59,6 +59,7 @@ def test_identity_of_algorithms(name) -> None:
     assert eval(repr(found), {type(found).__name__: type(found)}) == found  # used as a cache key
 
 
+@pytest.mark.slow
 def test_built_in_ones_are_imported_when_they_are_read() -> None:
     code = (
         "import sys\n"

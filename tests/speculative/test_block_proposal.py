@@ -162,6 +162,7 @@ def sigmoid(x: np.ndarray) -> Any:
     return 1 / (1 + np.exp(-x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_drafts_equal_a_reference_in_numpy(name: str) -> None:
     config, longest = CASES[name], max(LENS)

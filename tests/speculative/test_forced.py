@@ -48,6 +48,7 @@ def test_forced_tokens_replace_drafts_unless_they_are_among_them(data: st.DataOb
     assert after == (before if path in before else {path[: i + 1] for i in range(len(path))})
 
 
+@pytest.mark.slow
 def test_rows_are_independent() -> None:
     tree = chain_input(jnp.array([[5, 1, 2], [6, 1, 2], [7, 1, 2]]), jnp.array([3, 4, 5]))
     found = with_forced(tree, jnp.array([[1, 2], [8, -1], [-1, 8]]))

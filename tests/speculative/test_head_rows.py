@@ -24,6 +24,7 @@ HEADS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("config", HEADS.values(), ids=HEADS)
 def test_one_row_a_request_is_that_row_of_the_full_pass(config, dtype):
@@ -71,6 +72,7 @@ WINDOWED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", WINDOWED.values(), ids=WINDOWED)
 def test_a_layer_with_a_window_does_not_read_the_keys_before_it(config):
     """In chunks and in branches of a tree: other keys before the window change nothing."""

@@ -91,6 +91,7 @@ def test_modules_change_no_token(params, run_ahead):
     assert [r.output_ids for r in requests] == plain_outputs(PROMPTS, params, seeds)
 
 
+@pytest.mark.slow
 def test_any_sampling_equals_dense_decoding():
     assert check(mtp_runner(), JOBS, expected(True)) > 1.5
 
@@ -117,6 +118,7 @@ def test_drafts_and_kv_are_those_of_dense_modules(is_cached):
     assert sum(request.cached_tokens > 0 for request in requests) == 2 * is_cached
 
 
+@pytest.mark.slow
 def test_a_prompt_that_ends_early_leaves_final_keys_and_values():
     """The last positions of a chunk wait for the next chunk, which an abort prevents."""
     serving = Serving(runner=mtp_runner(), is_cached=True)

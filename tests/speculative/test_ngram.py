@@ -49,6 +49,7 @@ def served(serving, prompts, params=GREEDY):
     return made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "rounds", "algorithm"),
     [
@@ -93,6 +94,7 @@ def test_pages_that_run_out_and_cached_prompts_change_no_token(run_ahead):
     assert accepted > 20
 
 
+@pytest.mark.slow
 def test_only_the_requests_own_text_is_read():
     """Drafts are the same in a used slot and in a fresh one, and after a cached prefix."""
     runner = ngram_runner()
@@ -119,6 +121,7 @@ def test_a_text_without_a_match_proposes_nothing():
     assert request.output_ids == plain_outputs([[30]], short, [0])[0]
 
 
+@pytest.mark.slow
 def test_a_corpus_of_the_answer_is_accepted():
     """Also if the answer is the last document; accepted from the first round on."""
     (answer,) = plain_outputs([PROMPTS[1]], GREEDY, [0])

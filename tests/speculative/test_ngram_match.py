@@ -36,6 +36,7 @@ def draft(history, num_tokens, tokens, order, *, nodes, by_frequency):
     return ngram_tree(roots, num_tokens, found, num_draft_tokens=nodes, by_frequency=by_frequency)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("query", "by_frequency", "expected", "count"),
     [
@@ -77,6 +78,7 @@ def agreeing(text, place, ends):
 TEXTS = st.lists(st.integers(0, 3), min_size=1, max_size=CONTEXT)
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(text=TEXTS, garbage=st.integers(0, 3), least=st.integers(1, 3))
 def test_matches_of_a_history(text, garbage, least):
@@ -98,6 +100,7 @@ def test_matches_of_a_history(text, garbage, least):
         assert found.tokens[0, i].tolist() == longer[place + 1 :][:5], (text, place)
 
 
+@pytest.mark.slow
 @settings(max_examples=12)  # each example compiles new shapes
 @given(
     documents=st.lists(TEXTS, min_size=1, max_size=6).filter(lambda d: max(map(len, d)) > 1),
@@ -123,6 +126,7 @@ def test_the_longest_matches_of_a_corpus_are_found(documents, text, copies):
         assert (count, [token for token in behind if token >= 0]) in every
 
 
+@pytest.mark.slow
 def test_of_equal_places_in_a_corpus_the_latest_are_taken():
     """If the whole window agrees, earlier documents do not matter."""
     documents = [[*[50 + i, 9, 9][: i % 3], 1, 2, 3, 100 + i] for i in range(40)]

@@ -130,6 +130,7 @@ def test_the_best_drafts_of_the_batch_are_verified(values, packed, live, seed) -
     assert min(verified, default=1.0) >= max(others, default=0.0)
 
 
+@pytest.mark.slow
 @settings(max_examples=80, deadline=None)
 @given(
     rows=st.lists(
@@ -153,6 +154,7 @@ def test_rows_are_admitted_as_in_python(rows, live, num_rows) -> None:
     assert found.tolist() == wanted
 
 
+@pytest.mark.slow
 def test_survival_in_numbers() -> None:
     """Products along the path, with slope, intercepts by depth and offsets by request."""
     tree = chain_input(jnp.zeros((2, 4), jnp.int32), jnp.array([7, 2]), jnp.array([3, 2]))
@@ -182,6 +184,7 @@ def test_a_reordered_tree_has_the_same_paths(seed) -> None:
         assert (np.asarray(other.tree_mask[b]) == old).all()
 
 
+@pytest.mark.slow
 def test_confidences_of_drafts_that_were_tried() -> None:
     """Of a chain: two accepted and one rejected, all accepted, ended, cut, and padding."""
     q = np.tile(np.array([0.9, 0.8, 0.7], np.float32), (5, 1))
@@ -194,6 +197,7 @@ def test_confidences_of_drafts_that_were_tried() -> None:
     np.testing.assert_allclose(found, wanted)
 
 
+@pytest.mark.slow
 def test_gather_and_spread() -> None:
     counts = jnp.array([2, 0, 3, 1])
     rows = Segments.of(jnp.array([5, 9, 0, 7]), counts, 8)
@@ -239,6 +243,7 @@ def test_texts_equal_dense_decoding(shape, packed, rounds) -> None:
     assert check(runner, OPT_OUT, expected(True), tier=runner.config.shapes[1]) > 1.3
 
 
+@pytest.mark.slow
 def test_requests_share_the_rows() -> None:
     """Offsets by slot move rows from one request to another; nothing compiles."""
     runner = packed_runner(CHAIN, 3)
@@ -382,6 +387,7 @@ class Calibrated(Forced):
         return 0.5, [1.0, 0.5], [float(int(rid[1:]) % 2) for rid in requests]
 
 
+@pytest.mark.slow
 def test_a_scheduler_that_switches_tiers_changes_nothing() -> None:
     """Preemptions, cached prefixes and opt-outs, while rounds are packed and not."""
     runner = packed_runner(CHAIN, 3)

@@ -35,6 +35,7 @@ def test_tiers_have_the_rows_of_the_pass() -> None:
     assert masked_shapes(chains(0, 4), EAGLE3) == chains(0, 4)
 
 
+@pytest.mark.slow
 def test_tokens_equal_dense_decoding() -> None:
     """Prompts take up to three chunks; the first round already has a complete chain."""
     runner = copied_runner(3, draft=HEAD, shapes=masked(3))
@@ -79,6 +80,7 @@ def test_tiers_propose_what_the_round_before_drafted() -> None:
     assert output.tokens == truth.tokens[: len(output.tokens)]
 
 
+@pytest.mark.slow
 def test_rows_of_another_number_of_steps_are_fitted() -> None:
     """Levels that a prefill engine did not draft are empty."""
     ids, ints = np.arange(3, dtype=np.int32)[None], np.zeros(1, np.int32)

@@ -254,6 +254,7 @@ def test_methods_that_a_spec_class_overrides_are_called() -> None:
     assert other.cache_facts() == shared.cache_facts() == source_facts(Silent)
 
 
+@pytest.mark.slow
 def test_methods_of_a_spec_class_without_effect_are_refused() -> None:
     class Misplaced(CustomSpecAlgo):
         lookahead = 3

@@ -40,6 +40,7 @@ def outputs(runner, params, **kwargs):
     return [request.output_ids for request in requests]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("head", [EAGLE3, EAGLE], ids=["eagle3", "eagle"])
 @pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
 def test_speculation_changes_no_token(head, params):

@@ -132,6 +132,7 @@ def rounds_of(request: Any) -> tuple[int, int]:
     return histogram[-1], sum(histogram)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run_ahead", [0, 1])
 @DRAFTING
 def test_prefixes_keep_the_kv_of_the_draft(tier, run_ahead) -> None:
@@ -168,6 +169,7 @@ def test_prefixes_keep_the_kv_of_the_draft(tier, run_ahead) -> None:
         text += request.output_ids
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
 @DRAFTING
 def test_pages_that_run_out_cost_no_draft(tier, params) -> None:

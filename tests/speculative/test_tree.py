@@ -59,6 +59,7 @@ def test_chain_layout():
     assert tree.tree_mask[0].tolist() == np.tri(3, dtype=bool).tolist()
 
 
+@pytest.mark.slow
 def test_all_outputs_of_rows_are_compacted():
     """An additional output of the target's rows needs no change in acceptance."""
 
@@ -136,6 +137,7 @@ def test_accepted_runs_have_the_length_of_the_formula(chance):
         assert counts.mean() == pytest.approx(expected, abs=error + 1e-6)
 
 
+@pytest.mark.slow
 def test_a_draw_depends_only_on_seed_position_and_probability():
     """Neighbours do not matter, and a round from a later position continues the same draws."""
     chances = [0.9, 0.3, 0.0, 0.6, 1.0, 0.8]

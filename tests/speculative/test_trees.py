@@ -35,11 +35,13 @@ def tree_runner(shape: DraftShape = TREE, rounds: int = 1, **changes):
     return copied_runner(shape.steps, rounds, shapes=(shape,), **changes)
 
 
+@pytest.mark.slow
 def test_trees_equal_dense_decoding():
     """Penalties and minimum length follow each node's path, log-probabilities its row."""
     assert check(tree_runner(), JOBS, expected(True)) > 1.5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run_ahead", [0, 1])
 @pytest.mark.parametrize("shape", [TREE, DraftShape.chain(7, 4)], ids=["tree", "cut chain"])
 def test_a_request_may_end_anywhere(shape, run_ahead):
@@ -63,6 +65,7 @@ def test_a_request_may_end_anywhere(shape, run_ahead):
         assert request.output_ids == plain_output(prompt, request.params, request.seed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run_ahead", [0, 1])
 @pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
 def test_pages_that_run_out_change_no_token(params, run_ahead):

@@ -40,6 +40,7 @@ def whole_attend(kv, layer, q, k, v):
     return kv, dense_attention(q, keys, values)
 
 
+@pytest.mark.slow
 def test_anchors_are_tokens_of_answers_with_a_draft_after_them(corpus):
     rows = pack(corpus, 48, 0, 0.5)
     anchors = draw_anchors(jax.tree.map(jnp.asarray, rows), 40, NUM_DRAFTS, jax.random.key(0))
@@ -139,6 +140,7 @@ def test_loss_equals_one_block_at_a_time(tiny, corpus, kind, monkeypatch):
     np.testing.assert_allclose(np.stack(found), sums, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_weights_of_the_context_are_those_of_the_layers(tiny):
     config = block_draft_config(tiny.model, draft_vocab_size=61, num_layers=2)
     scale = np.full(config.feature_size, 4.0)

@@ -60,6 +60,7 @@ def sampler(tokenizer, tmp_path_factory) -> Iterator[Sampler]:
         yield sampler
 
 
+@pytest.mark.slow
 def test_sampled_prompts_are_chat_prompts_that_begin_with_their_openings(
     sampler, tokenizer, monkeypatch
 ):

@@ -21,6 +21,7 @@ def prompts():
     return [rng.integers(0, 61, n).tolist() for n in (3, 8, 1, 7, 5, 8, 2)]
 
 
+@pytest.mark.slow
 def test_greedy_equals_decoding_alone(tiny, sampler, prompts):
     assert "plain decoding" in sampler.engine._plan.describe()  # without a hint to draft
     params = SamplingParams(temperature=0.0, max_new_tokens=14)
