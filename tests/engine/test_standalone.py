@@ -19,6 +19,7 @@ from specjax.testing import letter_tokenizer, write_model
 from specjax.testing.files import CONFIG
 from specjax.text.tokenizer import Tokenizer
 
+pytestmark = pytest.mark.slow
 ALGORITHM = "STANDALONE"
 TEXTS = ["hello", "The sky is blue", "a", "def f(x): return x"]
 GREEDY = {"temperature": 0.0, "max_new_tokens": 24, "ignore_eos": True}
@@ -74,7 +75,6 @@ def answers(engine: Engine, params: Any = GREEDY) -> list[list[int]]:
     return [out["output_ids"] for out in engine.generate(TEXTS, params)]
 
 
-@pytest.mark.slow
 def test_texts_are_those_of_plain_decoding(standalone, plain) -> None:
     assert "qwen2 model" in standalone.draft.describe()
     for params in (GREEDY, SEEDED):

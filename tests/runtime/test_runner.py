@@ -15,6 +15,7 @@ from specjax.testing import EAGLE3
 from ..runners import chains, make_request, make_runner, run_requests
 from ..settings import counted_compilations
 
+pytestmark = pytest.mark.slow
 KEYS = [("round", chains(4)[0], batch) for batch in (1, 4)] + [("prefill", 4), ("prefill", 16)]
 
 
@@ -46,7 +47,6 @@ def history_copies(runner: ModelRunner, text: str) -> list[str]:
     return re.findall(rf"= {re.escape(shape)}\S* copy(?:-start)?\(", text)
 
 
-@pytest.mark.slow
 def test_everything_that_serving_dispatches_is_compiled(runner) -> None:
     keys = [*KEYS, *(("prefill_logprobs", width) for width in (4, 16)), ("record_cached",)]
     assert len(runner.compiled) == len(keys)
@@ -108,7 +108,6 @@ def test_no_function_copies_a_pool(runner, key) -> None:
     assert history_copies(runner, text) == []
 
 
-@pytest.mark.slow
 def test_rounds_in_one_call_copy_no_pool() -> None:
     looping = make_runner(EAGLE3, 2, rounds=4)
     text = looping.compiled["round", chains(2)[0], 4].as_text()

@@ -83,6 +83,7 @@ def test_a_full_queue_refuses_and_says_why(limit) -> None:
     assert [len(r.output_ids) for r in (*requests, other)] == [40] * (5 + limit)
 
 
+@pytest.mark.slow
 def test_a_call_is_taken_whole_or_not_at_all() -> None:
     serving = Serving(max_waiting_requests=1)
     serving.add(PROMPTS[:3], GREEDY)  # leaves one free slot and one waiting position
@@ -188,6 +189,7 @@ def test_requests_that_ended_are_not_kept_until_their_deadline() -> None:
     assert deadlines.expired(alive[-1].created_time + 3600.0) == alive
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("retry_steps", "decay"), [(4, 0.5), (1, 0.9)])
 def test_a_blocked_queue_is_tried_again_and_again(monkeypatch, retry_steps, decay) -> None:
     """The reserve for running requests shrinks while none of them ends."""
