@@ -24,17 +24,19 @@ class DisaggregatedEngine(Engine):
         *,
         prefill: Mapping[str, Any] | None = None,
         share_weights_with: Engine | None = None,
+        compile_on_use: bool = False,
         **options: Any,
     ) -> None:
         for name in ("disaggregation_address", "disaggregation_secret"):
             if options.get(name) or (prefill or {}).get(name):
                 raise ValueError(f"{name} applies only to separate processes; leave it out")
         decode = EngineArgs(model=model, disaggregation_mode="decode", **options)
-        self._start(decode, share_weights_with)
+        self._start(decode, share_weights_with, compile_on_use)
         try:
             there = options | {"base_gpu_id": decode.base_gpu_id + 1} | dict(prefill or {})
             engine = Engine.__new__(Engine)
-            engine._start(EngineArgs(model=model, disaggregation_mode="prefill", **there), self)
+            args = EngineArgs(model=model, disaggregation_mode="prefill", **there)
+            engine._start(args, self, compile_on_use)
             self.prefill = engine
             self._peer = LocalPeer(self.prefill._side, self._side)
             # the peer's thread refers to both sides

@@ -46,13 +46,12 @@ class Files:
 
         It compiles each function at its first use, unless ``compile_on_use`` is False.
         """
-        if kind is Engine:
-            changes.setdefault("compile_on_use", True)
+        changes.setdefault("compile_on_use", True)
         arguments = self.arguments(speculative=speculative, **changes)
         return kind(arguments.pop("model"), **arguments)
 
     def small(self, **changes: Any) -> Engine:
-        """Create an engine whose functions are as small as possible: one request, 1-token chunks."""
+        """Create an engine with the smallest functions: one request, 1-token chunks."""
         sizes: dict[str, Any] = {
             "max_running_requests": 1,
             "batch_buckets": (1,),

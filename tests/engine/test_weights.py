@@ -217,6 +217,7 @@ def test_running_requests_go_on_with_the_new_weights(engine, old_engine, new_eng
     assert num_held(engine) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("disable_radix_cache", [False, True])
 def test_flush_cache(files, old_engine, disable_radix_cache) -> None:
     """A prompt is found in the cache until a flush, and never with the cache disabled."""

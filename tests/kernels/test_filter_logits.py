@@ -38,6 +38,7 @@ TIED = st.sampled_from([-3.0, -1.0, -0.0, 0.0, 0.5, 2.0, -INF])
 WIDE = st.floats(-80, 80, width=32, allow_subnormal=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run", RUNS)
 @settings(max_examples=200, deadline=None)
 @given(

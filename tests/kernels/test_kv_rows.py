@@ -148,6 +148,7 @@ def test_accepted_paths(batch: int, width: int, pool: tuple, run: dict) -> None:
     check_move(random_pool(rng, *pool), *random_moves(rng, pool[1], batch, width), run)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run", RUNS)
 def test_many_rows_in_one_request(run: dict) -> None:
     rng = np.random.default_rng(0)

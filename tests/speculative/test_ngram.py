@@ -113,6 +113,7 @@ def test_only_the_requests_own_text_is_read():
     assert [counts(request) for request in again] == fresh
 
 
+@pytest.mark.slow
 def test_a_text_without_a_match_proposes_nothing():
     short = replace(GREEDY, max_new_tokens=2)
     (request,) = served(Serving(runner=ngram_runner()), [[30]], short)

@@ -77,6 +77,7 @@ def test_pages_that_run_out_change_no_token(params, run_ahead):
     assert [r.output_ids for r in requests] == plain_outputs(PROMPTS * 2, params, seeds)
 
 
+@pytest.mark.slow
 def test_metrics_of_a_tree():
     """All nodes of a round count as proposed; accepted drafts are counted by depth."""
     request = make_request(PROMPTS[0], GREEDY, width=TREE.steps)

@@ -83,6 +83,7 @@ def test_sampled_prompts_are_chat_prompts_that_begin_with_their_openings(
     assert again == prompts
 
 
+@pytest.mark.slow
 def test_openings_that_are_too_long_are_skipped(sampler, tokenizer):
     config, short = (
         CollectConfig(self_sample=24, max_user_tokens=2),

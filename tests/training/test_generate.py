@@ -40,6 +40,7 @@ def test_greedy_equals_decoding_alone(tiny, sampler, prompts):
     assert sum(t for _, t in finished) == sum(map(len, out))
 
 
+@pytest.mark.slow
 def test_sampled_texts_vary_with_the_seed_and_greedy_ones_do_not(sampler, prompts):
     temperatures = [0.0, 5.0, 0.0, 5.0, 0.0, 5.0, 0.0]
     first, again, other = (sampler.generate(prompts, temperatures, 8, s) for s in (1, 1, 2))

@@ -129,6 +129,7 @@ def test_unrolled_states_equal_a_recurrent_chain_over_an_explicit_cache(tiny, co
     assert checked > 150
 
 
+@pytest.mark.slow
 def test_loss_equals_a_plain_computation(tiny, corpus):
     trainer, target, head = _models(tiny)
     vocabulary = np.asarray(trainer.vocabulary)
