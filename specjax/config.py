@@ -33,8 +33,8 @@ def check_ranges(config: Any) -> None:
 class Quantization:
     """How a model stores its matrices, except embeddings: values of few bits, times scales.
 
-    ``plain`` names those that stay in the dtype of activations: ``lm_head``, or a matrix of a layer
-    as in ``layers.3.down``.
+    ``plain`` names the stored projections that stay in the dtype of activations, for example
+    ``lm_head`` and ``model.layers.3.mlp.down_proj``.
     """
 
     kind: str  # a key of QUANTISED
@@ -146,10 +146,10 @@ class Dtypes(NamedTuple):
     activations: jnp.dtype  # activations, embeddings, norms and biases
     kv: jnp.dtype  # the KV pool
 
-    def without(self, name: str) -> "Dtypes":
-        """The same without a quantization if it leaves the matrix ``name`` plain."""
+    def without(self, *names: str) -> "Dtypes":
+        """The same without a quantization if it leaves the matrix of these projections plain."""
         quantization = self.quantization
-        if quantization is None or name not in quantization.plain:
+        if quantization is None or not {*names} & {*quantization.plain}:
             return self
         return self._replace(quantization=None)
 

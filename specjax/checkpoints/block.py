@@ -32,7 +32,7 @@ from specjax.checkpoints.tensors import TensorSource, open_directory
 from specjax.checks import check_integer
 from specjax.config import MAX_STEPS, BlockConfig, Count
 from specjax.json_file import Fields, Flag, PositiveSize, Size
-from specjax.models.block import block_recipes
+from specjax.models.block import BlockDraft
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ _COPIES = ("t2d", "rotary_emb.", "verifier_norm.", "verifier_lm_head.", "embed_t
 class BlockCheckpoint(Checkpoint[BlockConfig]):
     """A block drafter on disk. The target decides the dtype and open settings of ``config``."""
 
-    _recipes = block_recipes
+    _network = BlockDraft
 
     def describe(self) -> str:
         config = self.config

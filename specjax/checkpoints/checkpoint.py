@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
@@ -13,7 +14,8 @@ import numpy as np
 from specjax.checkpoints.quantization import quantised_source
 from specjax.checkpoints.tensors import FLOATS, TensorSource, make_weight
 from specjax.config import BlockConfig, DraftConfig, ModelConfig, Quantization
-from specjax.models.family import Recipe, Recipes
+from specjax.models.declare import Recipe, Recipes
+from specjax.models.flat import FlatModel
 
 GROUP = 128  # inputs that share a scale if a matrix is quantised to 4 bits while it is loaded
 C = TypeVar("C", ModelConfig, DraftConfig, BlockConfig)
@@ -26,7 +28,7 @@ class Checkpoint(Generic[C]):
     config: C
     path: Path
     _open_source: Callable[[], TensorSource]
-    _recipes: ClassVar[Callable[[Any], Recipes]]
+    _network: ClassVar[Callable[..., Any]]  # builds the module of a configuration
 
     def quantised(self, kind: str | None, *, rounds_activations: bool = False) -> Self:
         """The same model with its matrices quantised as ``kind``; ``None``: as they are.
@@ -48,7 +50,7 @@ class Checkpoint(Generic[C]):
 
     def source(self) -> TensorSource:
         """The tensors on disk, quantised if the configuration is and they are not."""
-        return quantised_source(self._open_source(), self.recipes(), self.config.quantization)
+        return quantised_source(self._open_source(), self.recipes, self.config.quantization)
 
     def describe(self) -> str:
         """Summarize the resolved settings in one line."""
@@ -64,10 +66,10 @@ class Checkpoint(Generic[C]):
         Raises ValueError if a tensor cannot be read, or as :meth:`check_weights` does.
         """
         source = self.source()
-        recipes, dtype = self._checked_recipes(source), self.config.dtypes.activations
+        recipes = self._checked_recipes(source)
 
         def make(recipe: Recipe) -> np.ndarray:
-            return make_weight(recipe, source, np.dtype(recipe.dtype or dtype))
+            return make_weight(recipe, source, np.dtype(recipe.dtype))
 
         # the largest first, so that no thread still loads a large one when the others are idle
         by_size = sorted(recipes, key=lambda name: -math.prod(recipes[name].shape))
@@ -76,9 +78,10 @@ class Checkpoint(Generic[C]):
             found = dict(zip(by_size, made, strict=True))
         return {name: found[name] for name in recipes}
 
+    @cached_property
     def recipes(self) -> Recipes:
-        """Return the recipe of each weight by name; in recipes, tensors have canonical names."""
-        return type(self)._recipes(self.config)
+        """The recipe of each weight by name; in recipes, tensors have canonical names."""
+        return FlatModel.of(partial(type(self)._network, self.config)).recipes
 
     def canonical_name(self, name: str) -> str:
         """Map the published name of a tensor to its name in :meth:`recipes`."""
@@ -92,7 +95,7 @@ class Checkpoint(Generic[C]):
 
     def _checked_recipes(self, source: TensorSource) -> Recipes:
         """Return the recipe of each weight after checking the tensors of ``source``."""
-        infos, recipes = source.infos, self.recipes()
+        infos, recipes = source.infos, self.recipes
         parts = {p.name: (p, r) for r in recipes.values() for p in r.parts}
         if missing := [part for part, _ in parts.values() if part.name not in infos]:
             shown = [f"{part.name!r} {part.shape}" for part in missing]

@@ -16,15 +16,14 @@ from specjax.checkpoints.target import TargetCheckpoint, embedded_head, locate, 
 from specjax.checkpoints.tensors import FLOATS, TensorSource, open_directory
 from specjax.config import BlockConfig, DraftConfig, ModelConfig
 from specjax.json_file import Fields, Size
-from specjax.models.family import MTP_PREFIX, draft_recipes
-from specjax.models.registry import mtp_recipes
+from specjax.models.eagle import MTP_PREFIX, MtpHead, build_head
 
 
 @dataclass(frozen=True)
 class DraftCheckpoint(Checkpoint[DraftConfig]):
     """A draft head on disk. The target decides the dtype and open settings of ``config``."""
 
-    _recipes = draft_recipes
+    _network = build_head
 
     def describe(self) -> str:
         config, scaling = self.config, self.config.rope_scaling
@@ -221,7 +220,7 @@ _EXPERTS = re.compile(r"\.mlp\.(experts|shared_experts?|gate)\.")
 class MtpCheckpoint(Checkpoint[ModelConfig]):
     """The MTP modules that draft; all other tensors in their files are ignored."""
 
-    _recipes = mtp_recipes
+    _network = MtpHead
 
     def describe(self) -> str:
         config = self.config
@@ -287,7 +286,7 @@ def open_mtp(
         own = None if is_plain else dataclasses.replace(format, plain=())
         model = dataclasses.replace(model, quantization=own)
     sizes: Any = {"num_layers": num_modules, "windows": windows, "layer_ropes": ropes}
-    config = dataclasses.replace(model, rope_theta=theta, **sizes)
+    config = dataclasses.replace(model, rope_theta=theta, kv_exponents=(), **sizes)
     return MtpCheckpoint(config, path, lambda: source)
 
 

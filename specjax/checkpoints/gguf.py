@@ -4,6 +4,7 @@ import math
 import os
 import struct
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +19,9 @@ from specjax.checkpoints.tensors import TensorInfo, TensorSource
 from specjax.checks import check_regular
 from specjax.config import ModelConfig, Rope, RopeScaling
 from specjax.json_file import Fields, PositiveSize, Size
-from specjax.models.registry import FAMILIES, HOW_TO_ADD, family_of, target_recipes
+from specjax.models.decoder import CausalLM
+from specjax.models.flat import FlatModel
+from specjax.models.registry import FAMILIES, HOW_TO_ADD, family_of
 from specjax.models.rope import rope_frequencies
 from specjax.text.tokenizer import Tokenizer, set_template, unique_ids
 
@@ -216,7 +219,8 @@ def gguf_source(file: GGUFFile, config: ModelConfig) -> TensorSource:
     """Present a GGUF file as a source of tensors with Hugging Face names and layout."""
     (arch,) = (arch for arch, name in MODEL_ARCH_NAMES.items() if name == config.model_type)
     map_name = get_tensor_name_map(arch, config.num_layers).get_name
-    parts = (part.name for recipe in target_recipes(config).values() for part in recipe.parts)
+    recipes = FlatModel.of(partial(CausalLM, config)).recipes
+    parts = (part.name for recipe in recipes.values() for part in recipe.parts)
     named = {map_name(part, (".weight", ".bias")): part for part in parts}
     stored = {named[name]: name for name in file.tensors if name in named}
     if unknown := sorted(file.tensors.keys() - named.keys() - {_FREQUENCIES}):

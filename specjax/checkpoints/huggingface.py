@@ -11,7 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from specjax.checkpoints.keys import ReadFields, refuse_unread
-from specjax.checkpoints.quantization import PACKED, read_kv_exponents, read_quantization
+from specjax.checkpoints.quantization import (
+    PACKED,
+    read_kv_exponents,
+    read_quantization,
+    with_plain,
+)
 from specjax.checkpoints.tensors import TensorSource, open_directory
 from specjax.checks import short
 from specjax.config import DTYPES, Count, DraftConfig, Epsilon, ModelConfig
@@ -57,7 +62,7 @@ def huggingface_config(directory: Path, dtype: str) -> ModelConfig:
     }
     source = cache(partial(open_text, directory))  # of large models, it reads many files
     if "quantization_config" in whole:
-        values["quantization"] = read_quantization(whole, source)
+        values["quantization"] = read_quantization(whole)
         _report_unmatched(whole.fields("quantization_config"), source())
     if values.get("quantization") is not None:
         values["kv_exponents"] = read_kv_exponents(source(), values["num_layers"])
@@ -66,7 +71,7 @@ def huggingface_config(directory: Path, dtype: str) -> ModelConfig:
         values["tie_word_embeddings"] = heads.isdisjoint(source().infos)
     values |= family.read(config)
     refuse_unread([config], config.seen, values["head_dim"], of_draft=False)
-    return config.build(family.config, values)
+    return with_plain(config.build(family.config, values), source)
 
 
 def _report_unmatched(stated: Fields, source: TensorSource) -> None:

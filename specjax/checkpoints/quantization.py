@@ -15,6 +15,8 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
 from threading import Lock
 from typing import Annotated, Any
 
@@ -24,9 +26,11 @@ from ml_dtypes import bfloat16, float8_e4m3fn, int4
 from msgspec import Meta
 
 from specjax.checkpoints.tensors import FLOATS, TensorInfo, TensorSource, cast
-from specjax.config import Quantization
+from specjax.config import ModelConfig, Quantization
 from specjax.json_file import Fields, Flag, PositiveSize
-from specjax.models.family import OFFSET, SCALE, Recipes
+from specjax.models.declare import OFFSET, SCALE, Recipes
+from specjax.models.decoder import CausalLM
+from specjax.models.flat import FlatModel
 from specjax.models.weights import largest
 
 PACKED, ZERO_POINT, BLOCK_SCALE = "_packed", "_zero_point", "_scale_inv"
@@ -48,22 +52,12 @@ _KV_SCALE = re.compile(
     r"model\.layers\.(\d+)\.self_attn\.(?:([kv]|kv)_scale|([kv])_proj\.(?:\3|output)_scale)"
 )
 _LAYOUTS = "float-quantized", "int-quantized", "naive-quantized", "pack-quantized"
-# stored projections of a layer -> the matrix that has them
-_MATRICES = {
-    **dict.fromkeys(("q_proj", "k_proj", "v_proj", "qkv_proj"), "qkv"),
-    **dict.fromkeys(("gate_proj", "up_proj", "gate_up_proj"), "gate_up"),
-    **{"o_proj": "output", "down_proj": "down"},
-}
-_LAYER = re.compile(r"model\.layers\.(\d+)\.(?:self_attn|mlp)\.(\w+)\.weight(_packed)?")
 
 
-def read_quantization(
-    config: Fields, open_source: Callable[[], TensorSource]
-) -> Quantization | None:
+def read_quantization(config: Fields) -> Quantization | None:
     """Read ``quantization_config`` of a target; ``None`` if its matrices are whole.
 
-    The tensors of ``open_source`` show which of them are. Raises ValueError with the key of a
-    format that is not supported.
+    Raises ValueError with the key of a format that is not supported.
     """
     stated = config.fields("quantization_config")
     if not stated.values:
@@ -79,7 +73,7 @@ def read_quantization(
             "is not supported; use a checkpoint of compressed-tensors or FP8, the whole weights of "
             "the model with quantization='fp8', 'int8' or 'int4', or a GGUF file",
         )
-    return Quantization(**format, plain=_plain_matrices(open_source()))
+    return Quantization(**format)
 
 
 def _block_format(stated: Fields) -> dict[str, Any]:
@@ -138,28 +132,31 @@ def _compressed_format(stated: Fields) -> dict[str, Any]:
     return values
 
 
-def _plain_matrices(source: TensorSource) -> tuple[str, ...]:
-    """The matrices that a quantised checkpoint stores whole, as ``Quantization.plain`` has them."""
-    found: dict[str, set[bool]] = {}
-    for name, info in source.infos.items():
-        if (match := _LAYER.fullmatch(name)) and match[2] in _MATRICES:
-            matrix = f"layers.{match[1]}.{_MATRICES[match[2]]}"
-            found.setdefault(matrix, set()).add(info.dtype in FLOATS)
-    if "lm_head.weight" in source.infos:
-        found["lm_head"] = {source.infos["lm_head.weight"].dtype in FLOATS}
-    if mixed := sorted(name for name, is_plain in found.items() if len(is_plain) > 1):
-        raise ValueError(
-            f"{source.path}: only some of the projections of {mixed[0]!r} are quantised, which is "
-            "not supported"
-        )
-    return tuple(sorted(name for name, is_plain in found.items() if True in is_plain))
+def with_plain(config: ModelConfig, open_source: Callable[[], TensorSource]) -> ModelConfig:
+    """The configuration with the projections that a quantised checkpoint stores whole."""
+    if (format := config.quantization) is None:
+        return config
+    source, plain = open_source(), list[str]()
+    stored = {name.removesuffix(PACKED): info for name, info in source.infos.items()}
+    for weight, recipe in FlatModel.of(partial(CausalLM, config)).recipes.items():
+        if weight.endswith(".values"):
+            names = [part.name for part in recipe.parts if part.name in stored]
+            whole = [name for name in names if stored[name].dtype in FLOATS]
+            if 0 < len(whole) < len(names):
+                matrix = weight.removesuffix(".kernel.values")
+                raise ValueError(
+                    f"{source.path}: only some of the projections of {matrix!r} are quantised, "
+                    "which is not supported"
+                )
+            plain += (name.removesuffix(".weight") for name in whole)
+    return replace(config, quantization=replace(format, plain=tuple(sorted(plain))))
 
 
 def read_kv_exponents(source: TensorSource, num_layers: int) -> tuple[tuple[int, int], ...]:
     """Binary exponents of the scales of stored keys and values, by layer; empty if all are 0.
 
     The largest scale of a layer's heads is rounded up to a power of two, which can be part of
-    weights without changing a result, see ``scaled_kv``. 8-bit floats have the same precision at
+    weights without changing a result, see ``Attention``. 8-bit floats have the same precision at
     any scale between their smallest and largest values.
     """
     found: dict[tuple[int, str], int] = {}

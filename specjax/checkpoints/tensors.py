@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 
 from specjax.checks import check_regular
 from specjax.json_file import Fields
-from specjax.models.family import Recipe
+from specjax.models.declare import Recipe
 
 MAX_HEADER = 2**22  # bytes of a safetensors header; 30,000 tensors with long names
 SAFETENSORS_INDEX = "model.safetensors.index.json"

@@ -18,7 +18,7 @@ from specjax.checkpoints.checkpoint import Checkpoint
 from specjax.checkpoints.quantization import quantised_source
 from specjax.checkpoints.tensors import FLOATS, TensorInfo, TensorSource, cast, make_weight
 from specjax.engine.plan import EnginePlan, quantised
-from specjax.models.family import Recipe
+from specjax.models.declare import Recipe
 from specjax.models.flat import Weights
 from specjax.runtime.runner import ModelRunner
 
@@ -120,7 +120,7 @@ def weights_from_tensors(
         raise ValueError(f"named_tensors={named_tensors!r} must map names to arrays") from error
     abstract = dict(zip(flat.names, flat.abstract, strict=True))
     dtype, format = owner.config.dtypes.activations, owner.config.quantization
-    recipes = owner.recipes()
+    recipes = owner.recipes
     matrices = {part.name for one in recipes.values() if one.layout for part in one.parts}
 
     def dtype_of(name: str, value: Any) -> Any:

@@ -11,6 +11,7 @@ so that one product computes them all. Otherwise, XLA would concatenate them in 
 Sources: DFlash (arXiv 2602.06036), DSpark, and the published checkpoints.
 """
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -19,26 +20,11 @@ from flax import nnx
 from jax import Array
 
 from specjax.config import BlockConfig
+from specjax.models.declare import Part
 from specjax.models.decoder import CausalLM
 from specjax.models.eagle import DraftHead
-from specjax.models.family import (
-    Part,
-    Recipe,
-    Recipes,
-    decoder_layer,
-    draft_kinds,
-    linear,
-    vectors,
-    vocabulary_recipes,
-)
-from specjax.models.layers import (
-    Attend,
-    DecoderLayer,
-    Embedding,
-    Linear,
-    RMSNorm,
-    Store,
-)
+from specjax.models.family import draft_kinds
+from specjax.models.layers import Attend, DecoderLayer, Embedding, Linear, RMSNorm, Store
 from specjax.models.rope import rope_tables
 
 
@@ -51,12 +37,15 @@ class MarkovHead(nnx.Module):
 
     def __init__(self, config: BlockConfig) -> None:
         dtypes, rank, size = config.dtypes, config.markov_rank, config.hidden_size
+        at, linear = "markov_head.", partial(Linear, dtypes=dtypes)
         self.kind, self.rank = config.markov_head, rank
-        self.embedding = Embedding(config.vocab_size, rank, dtype=dtypes.activations)
-        self.output = Linear(rank, config.draft_vocab_size, bias=False, dtypes=dtypes)
-        gated, joint = self.kind == "gated", self.kind == "rnn"
-        self.gate = Linear(size + rank, rank, bias=True, dtypes=dtypes) if gated else None
-        self.joint = Linear(size + 2 * rank, 3 * rank, bias=True, dtypes=dtypes) if joint else None
+        table = f"{at}markov_w1"
+        self.embedding = Embedding(config.vocab_size, rank, table, dtype=dtypes.activations)
+        output = Part(f"{at}markov_w2", (config.draft_vocab_size,))
+        self.output = linear(rank, output, bias=False, split="vocab")
+        gate, joint = Part(f"{at}gate_proj", (rank,)), Part(f"{at}joint_proj", (3 * rank,))
+        self.gate = linear(size + rank, gate, bias=True) if self.kind == "gated" else None
+        self.joint = linear(size + 2 * rank, joint, bias=True) if self.kind == "rnn" else None
 
     def start(self, batch: int) -> Array:
         """The state ``[B, R]`` before the first token of a block."""
@@ -90,20 +79,20 @@ class BlockDraft(DraftHead):
 
     def __init__(self, config: BlockConfig, implementation: str | None = None) -> None:
         DraftHead.__init__(self, config)
-        dtypes, size = config.dtypes, config.hidden_size
-        kv_size = 2 * config.num_kv_heads * config.head_dim
-        self.fc = Linear(config.feature_size, size, bias=False, dtypes=dtypes)
-        self.hidden_norm = RMSNorm(config, size)
-        self.context = Linear(
-            size, config.num_layers * kv_size, bias=config.qkv_bias, dtypes=dtypes
-        )
-        self.layers = nnx.List(
-            DecoderLayer(config, kind, implementation) for kind in draft_kinds(config)
-        )
-        self.norm = RMSNorm(config, size, implementation=implementation)
+        linear, size = partial(Linear, dtypes=config.dtypes), config.hidden_size
+        self.fc = linear(config.feature_size, Part("fc", (size,)), bias=False)
+        self.hidden_norm = RMSNorm(config, size, "hidden_norm")
+        numbers, kv_size = range(config.num_layers), config.num_kv_heads * config.head_dim
+        names = [f"layers.{i}.self_attn.{x}_proj" for x in "kv" for i in numbers]
+        parts = (Part(name, (kv_size,)) for name in names)
+        self.context = linear(size, *parts, bias=config.qkv_bias)
+        kinds = enumerate(draft_kinds(config, implementation))
+        self.layers = nnx.List(DecoderLayer(config, kind, f"layers.{i}.") for i, kind in kinds)
+        self.norm = RMSNorm(config, size, "norm", implementation=implementation)
         self.markov = MarkovHead(config) if config.markov_head else None
-        inputs, is_there = config.confidence_size, config.has_confidence_head
-        self.confidence_head = Linear(inputs, 1, bias=True, dtypes=dtypes) if is_there else None
+        part = Part("confidence_head.proj", (1,))
+        head = partial(linear, config.confidence_size, part, bias=True)
+        self.confidence_head = head() if config.has_confidence_head else None
 
     def confidences(self, hidden: Array, before: Array) -> Array | None:
         """Probability f32 ``[B, N]`` that a draft is accepted if all drafts before it are.
@@ -161,32 +150,3 @@ class BlockDraft(DraftHead):
             how = causal_attend if config.causal[i] else attend
             _, x, delta, kv = layer(x, delta, rope, kv, i, how)
         return self.norm.add(x, delta)[1], kv
-
-
-def block_recipes(config: BlockConfig) -> Recipes:
-    """Recipes for all weights of a block drafter, by weight name; tensors have canonical names."""
-    size, dtypes, rank = config.hidden_size, config.dtypes, config.markov_rank
-    kv_size = config.num_kv_heads * config.head_dim
-    recipes = vocabulary_recipes(config)
-    recipes |= linear("fc", {"fc": size}, config.feature_size, dtypes)
-    recipes |= vectors(size, {"hidden_norm": "hidden_norm", "norm": "norm"})
-    names = [f"layers.{i}.self_attn.{x}_proj" for x in "kv" for i in range(config.num_layers)]
-    parts = dict.fromkeys(names, kv_size)
-    recipes |= linear("context", parts, size, dtypes, bias=config.qkv_bias)
-    for i, kind in enumerate(draft_kinds(config)):
-        recipes |= decoder_layer(config, kind, f"layers.{i}.", f"layers.{i}.")
-    if config.markov_head:
-        table = Part("markov_head.markov_w1.weight", (config.vocab_size, rank))
-        recipes["markov.embedding.table"] = Recipe((table,))
-        width = {"markov_head.markov_w2": config.draft_vocab_size}
-        recipes |= linear("markov.output", width, rank, dtypes)
-    if config.markov_head == "gated":
-        gate = {"markov_head.gate_proj": rank}
-        recipes |= linear("markov.gate", gate, size + rank, dtypes, bias=True)
-    if config.markov_head == "rnn":
-        joint = {"markov_head.joint_proj": 3 * rank}
-        recipes |= linear("markov.joint", joint, size + 2 * rank, dtypes, bias=True)
-    if config.has_confidence_head:
-        proj, inputs = {"confidence_head.proj": 1}, config.confidence_size
-        recipes |= linear("confidence_head", proj, inputs, dtypes, bias=True)
-    return recipes

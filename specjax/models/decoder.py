@@ -14,7 +14,8 @@ from jax import Array
 
 from specjax.config import ModelConfig
 from specjax.kernels.backend import resolve
-from specjax.models.layers import Attend, DecoderLayer, Embedding, Linear, RMSNorm
+from specjax.models.declare import Part
+from specjax.models.layers import Attend, DecoderLayer, Embedding, Linear
 from specjax.models.registry import layer_kinds
 from specjax.models.rope import rope_tables
 from specjax.models.weights import dot, take_outputs
@@ -28,13 +29,15 @@ class CausalLM(nnx.Module):
         self.config = config
         self.implementation = implementation
         dtypes, size, vocab_size = config.dtypes, config.hidden_size, config.vocab_size
-        kinds = layer_kinds(config)
+        kinds = layer_kinds(config, implementation)
         how: dict[str, Any] = {"implementation": implementation}
-        self.embedding = Embedding(vocab_size, size, dtype=dtypes.activations, **how)
-        self.layers = nnx.List(DecoderLayer(config, kind, implementation) for kind in kinds)
-        self.norm = RMSNorm(config, size, offset=kinds[-1].norm_offset, **how)
-        how["dtypes"] = dtypes.without("lm_head")
-        head = partial(Linear, size, vocab_size, bias=False, **how)
+        table = "model.embed_tokens"
+        self.embedding = Embedding(vocab_size, size, table, dtype=dtypes.activations, **how)
+        at = "model.layers."
+        self.layers = nnx.List(DecoderLayer(config, x, f"{at}{i}.") for i, x in enumerate(kinds))
+        self.norm = kinds[-1].norm(config, size, "model.norm")
+        how |= {"bias": False, "dtypes": dtypes, "split": "vocab"}
+        head = partial(Linear, size, Part("lm_head", (vocab_size,)), **how)
         self.lm_head = None if config.tie_word_embeddings else head()
 
     def __call__(

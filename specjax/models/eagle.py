@@ -23,6 +23,7 @@ from jax import Array
 
 from specjax.config import BlockConfig, DraftConfig, ModelConfig
 from specjax.kernels.add_norm import whole
+from specjax.models.declare import Part, weight
 from specjax.models.decoder import CausalLM, TargetVocabulary
 from specjax.models.family import draft_kinds
 from specjax.models.layers import (
@@ -40,13 +41,19 @@ from specjax.models.layers import (
 from specjax.models.registry import layer_kinds
 from specjax.models.rope import rope_tables
 
+# of the tensors of multi-token prediction modules, as in MiMo's checkpoints
+MTP_PREFIX = "model.mtp_layers."
+
 
 class DraftVocabulary(nnx.Variable):
     """Integer vocabulary map of a draft head; training does not change it."""
 
 
 class DraftHead(nnx.Module):
-    """The common parts of EAGLE heads and block drafters: embeddings, output head, vocabulary."""
+    """The common parts of EAGLE heads and block drafters: embeddings, output head, vocabulary.
+
+    Declarations have the names of tensors in published files, without ``model.``.
+    """
 
     config: Any
 
@@ -55,17 +62,17 @@ class DraftHead(nnx.Module):
         dtypes, size = config.dtypes, config.hidden_size
         own_head = config.has_own_lm_head and not config.ties_lm_head
         self.embedding = (
-            Embedding(config.vocab_size, size, dtype=dtypes.activations)
+            Embedding(config.vocab_size, size, "embed_tokens", dtype=dtypes.activations)
             if config.has_own_embedding
             else None
         )
-        self.lm_head = (
-            Linear(size, config.draft_vocab_size, bias=False, dtypes=dtypes) if own_head else None
-        )
+        head = Part("lm_head", (config.draft_vocab_size,))
+        linear = partial(Linear, bias=False, dtypes=dtypes, split="vocab")
+        self.lm_head = linear(size, head) if own_head else None
         # target id = draft id + offset, as in published `d2t` tensors
-        offsets = jnp.zeros((config.draft_vocab_size,), jnp.int32)
+        offsets = partial(weight, "d2t", (config.draft_vocab_size,), jnp.int32)
         is_reduced = config.draft_vocab_size != config.vocab_size
-        self.d2t = DraftVocabulary(offsets) if is_reduced else None
+        self.d2t = offsets(kind=DraftVocabulary) if is_reduced else None
 
     def embed(self, tokens: Array, target: CausalLM) -> Array:
         """Embeddings ``[..., D]`` of target token ids ``[...]``: the head's own or the target's."""
@@ -107,18 +114,23 @@ class Eagle3Head(DraftHead):
     def __init__(self, config: DraftConfig, implementation: str | None = None) -> None:
         super().__init__(config)
         size, norm = config.hidden_size, partial(RMSNorm, config)
-        kind, *kinds = draft_kinds(config)
-        self.attention = Attention(config, kind, in_size=2 * size, implementation=implementation)
-        self.post_attention_norm = norm(size, implementation=implementation)
-        self.mlp = MLP(config, kind, implementation)
-        self.fc = Linear(config.feature_size, size, bias=config.fc_bias, dtypes=config.dtypes)
-        self.feature_norm = norm(config.feature_size) if config.norm_before_fc else None
-        fc_norms = (norm(config.target_hidden_size) for _ in config.feature_layers)
+        kind, *kinds = draft_kinds(config, implementation)
+        at = "midlayer."
+        self.attention = Attention(config, kind, at, in_size=2 * size)
+        self.post_attention_norm = kind.norm(config, size, f"{at}post_attention_layernorm")
+        self.mlp = MLP(config, kind, at)
+        width, dtypes = config.feature_size, config.dtypes
+        self.fc = Linear(width, Part("fc", (size,)), bias=config.fc_bias, dtypes=dtypes)
+        self.feature_norm = norm(width, "input_norm") if config.norm_before_fc else None
+        names = [f"fc_norm.{i}" for i in range(len(config.feature_layers))]
+        fc_norms = (norm(config.target_hidden_size, name) for name in names)
         self.fc_norms = nnx.List(fc_norms) if config.has_fc_norm else None
-        self.input_norm, self.hidden_norm, self.norm = norm(size), norm(size), norm(size)
-        self.layers = nnx.List(DecoderLayer(config, each, implementation) for each in kinds)
-        mask = jnp.zeros((1, 1, config.feature_size), config.dtypes.activations)
-        self.mask_hidden = None if config.mask_token_id is None else nnx.Param(mask, stddev=1.0)
+        self.input_norm = norm(size, f"{at}input_layernorm")
+        self.hidden_norm, self.norm = norm(size, f"{at}hidden_norm"), norm(size, "norm")
+        numbered = enumerate(kinds, start=1)
+        self.layers = nnx.List(DecoderLayer(config, x, f"layers.{i}.") for i, x in numbered)
+        mask = partial(weight, "mask_hidden", (1, 1, width), dtypes.activations, stddev=1.0)
+        self.mask_hidden = None if config.mask_token_id is None else mask()
 
     def fuse(self, features: Array) -> Array:
         """Project the captured target features ``[B, T, 3 * D_target]`` to ``[B, T, D]``."""
@@ -176,10 +188,10 @@ class EagleHead(DraftHead):
         super().__init__(config)
         size = config.hidden_size
         in_size = size + config.target_hidden_size
-        self.fc = Linear(in_size, size, bias=config.fc_bias, dtypes=config.dtypes)
+        self.fc = Linear(in_size, Part("fc", (size,)), bias=config.fc_bias, dtypes=config.dtypes)
         self.layers = nnx.List(
-            DecoderLayer(config, kind, implementation, has_input_norm=i > 0)
-            for i, kind in enumerate(draft_kinds(config))
+            DecoderLayer(config, kind, f"layers.{i}.", has_input_norm=i > 0)
+            for i, kind in enumerate(draft_kinds(config, implementation))
         )
 
     def fuse(self, features: Array) -> Array:
@@ -220,13 +232,16 @@ def build_head(config: DraftConfig, implementation: str | None = None) -> Eagle3
 class MtpModule(nnx.Module):
     """Two input norms, a projection of the joined inputs, a decoder layer and a final norm."""
 
-    def __init__(self, config: ModelConfig, kind: LayerKind, implementation: str | None) -> None:
+    def __init__(self, config: ModelConfig, kind: LayerKind, at: str) -> None:
         size = config.hidden_size
         norm = partial(RMSNorm, config, size)
-        self.hidden_norm, self.token_norm = norm(), norm()
-        self.fc = Linear(2 * size, size, bias=False, dtypes=config.dtypes)
-        self.layer = DecoderLayer(config, kind, implementation)
-        self.norm = norm(implementation=implementation)
+        self.hidden_norm = norm(f"{at}hidden_layernorm")
+        self.token_norm = norm(f"{at}token_layernorm")
+        self.fc = Linear(
+            2 * size, Part(f"{at}input_proj", (size,)), bias=False, dtypes=config.dtypes
+        )
+        self.layer = DecoderLayer(config, kind, at)
+        self.norm = norm(f"{at}final_layernorm", implementation=kind.implementation)
 
 
 class MtpHead(TargetVocabulary, nnx.Module):
@@ -243,8 +258,8 @@ class MtpHead(TargetVocabulary, nnx.Module):
 
     def __init__(self, config: ModelConfig, implementation: str | None = None) -> None:
         self.config = config
-        kinds = layer_kinds(config)
-        self.modules = nnx.List(MtpModule(config, kind, implementation) for kind in kinds)
+        kinds = enumerate(layer_kinds(config, implementation))
+        self.modules = nnx.List(MtpModule(config, kind, f"{MTP_PREFIX}{i}.") for i, kind in kinds)
 
     def __call__(
         self, index: int, embeds: Array, hidden: Array, positions: Array, kv: Any, attend: Attend

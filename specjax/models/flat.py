@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from glob import glob
 from importlib.metadata import PackageNotFoundError, version
@@ -24,60 +24,48 @@ from jax import Array
 from jax.sharding import SingleDeviceSharding
 
 from specjax.config import ModelConfig, TransformerConfig
+from specjax.models.declare import Recipes, leaves
 from specjax.models.decoder import CausalLM
-from specjax.models.weights import QuantArray
 
 logger = logging.getLogger(__name__)
 
-# standard deviation of random quantised values by their bits; their scale is divided by it
-RANDOM_VALUES = {8: 24.0, 4: 2.0}
 M = TypeVar("M", bound=nnx.Module)
 Weights = tuple[Array, ...]
 
 
 @dataclass(frozen=True)
 class FlatModel(Generic[M]):
-    """The structure of a module: the names, shapes and dtypes of its weights.
+    """The structure of a module: the names, shapes, dtypes and declarations of its weights.
 
     ``names[i]`` is the dotted path of weight ``i``, for example ``layers.0.attention.qkv.kernel``
     (``....kernel.values`` and so on if quantised). ``initial[i]`` is the mean and
-    standard deviation of its random initial values, as the module's variable states them.
+    standard deviation of its random initial values, and ``splits[i]`` the axis that a mesh may
+    cut. ``recipes`` says by name which tensors of a checkpoint fill the weights.
     """
 
     graphdef: Any
     treedef: Any
     names: tuple[str, ...]
     abstract: tuple[jax.ShapeDtypeStruct, ...]
-    initial: tuple[tuple[float, float], ...]
+    initial: tuple[tuple[float, float], ...] = ()
+    splits: tuple[str | None, ...] = ()
+    recipes: Recipes = field(default_factory=dict, hash=False)
 
     @classmethod
     def of(cls, build: Callable[[], M]) -> "FlatModel[M]":
-        """The structure of the module that ``build`` returns; allocates no weights."""
-        graphdef, state = nnx.split(nnx.eval_shape(build))
-        leaves, treedef = jax.tree.flatten(state)
-        names, initial = [], []
-        for path, variable in nnx.to_flat_state(state):
-            said = variable.get_metadata()
-            mean, stddev = said.get("mean", 0.0), said.get("stddev", 0.0)
-            value = variable.get_value()
-            if isinstance(value, QuantArray):
-                spread = RANDOM_VALUES[value.format.bits]
-                names += [(*path, "values"), (*path, "scale")]
-                initial += [(0.0, spread), (stddev / spread, 0.0)]
-                if value.offset is not None:
-                    names.append((*path, "offset"))
-                    initial.append((0.0, 0.0))
-            else:
-                names.append(path)
-                initial.append((mean, stddev))
-        abstract = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves)
-        dotted = tuple(".".join(map(str, name)) for name in names)
-        return cls(graphdef, treedef, dotted, abstract, tuple(initial))
+        """The structure of the module that ``build`` returns, whose weights may be abstract."""
+        graphdef, state = nnx.split(build())
+        arrays, treedef = jax.tree.flatten(state)
+        abstract = tuple(jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays)
+        paths, initial, splits, recipes = zip(*leaves(state), strict=True)
+        names = tuple(".".join(map(str, path)) for path in paths)
+        by_name = {name: recipe for name, recipe in zip(names, recipes, strict=True) if recipe}
+        return cls(graphdef, treedef, names, abstract, initial, splits, by_name)
 
     @classmethod
     def empty(cls) -> "FlatModel[Any]":
         """A structure without a module: it has no weights and rebuilds to ``None``."""
-        return cls(None, jax.tree.structure(()), (), (), ())
+        return cls(None, jax.tree.structure(()), (), ())
 
     def rebuild(self, weights: Weights) -> M:
         """Rebuild the module over ``weights``; call this inside a traced function."""

@@ -2,17 +2,18 @@
 
 Axes: B batch, T tokens per row, D hidden, N query heads, KV key/value heads, H head dim, V vocab.
 Query, key and value projections share one matrix, and so do gate and up. The weights of a new
-module are zeros, and its variables record how to draw random ones. Float32 products use HIGHEST
-precision, because the default on a GPU is TF32.
+module are abstract. Each declares which tensors fill it; names begin with ``at``, the prefix of the
+layer's tensors. Float32 products use HIGHEST precision, because the default on a GPU is TF32.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import Array
 
@@ -20,8 +21,9 @@ from specjax.config import Dtypes, Rope, TransformerConfig
 from specjax.kernels.add_norm import add_norm, rms_norm, whole
 from specjax.kernels.backend import INVARIANT, resolve
 from specjax.kernels.rope_store import normed, rotate
-from specjax.models.rope import RopeTables
-from specjax.models.weights import dot, dot_transposed, partial_dot, take_outputs, zero_kernel
+from specjax.models.declare import Part, Recipe, joined, weight
+from specjax.models.rope import RopeTables, rotated_rows
+from specjax.models.weights import abstract_kernel, dot, dot_transposed, partial_dot, take_outputs
 
 # attend(kv, layer, q [B,T,N,H], k [B,T,KV,H], v [B,T,KV,H], rope, **options) -> (kv, output in the
 # shape of q). It normalises and rotates q and k, stores k and v in `kv` of any type, and returns
@@ -47,7 +49,8 @@ class LayerKind:
     """Settings that may differ between decoder layers whose weights have the same shapes.
 
     ``pre_norm`` normalises the inputs of attention and feed-forward. ``post_norm`` normalises their
-    outputs before they are added to the residual stream.
+    outputs before they are added to the residual stream. The last fields say how files store the
+    layer's tensors.
     """
 
     rope: Rope
@@ -66,13 +69,39 @@ class LayerKind:
     window: int | None = None  # number of keys that a query sees, up to and including its own
     softcap: float | None = None  # soft limit of attention scores
     sinks: bool = False  # one score per head that takes attention weight but has no value
+    implementation: str | None = None  # of kernels, see specjax/kernels/backend.py
+    # the modules of a layer, each made with (config, kind, at)
+    mixer: Callable[..., Any] = field(default_factory=lambda: Attention)
+    feed_forward: Callable[..., Any] = field(default_factory=lambda: MLP)
+    renamed: tuple[tuple[str, str], ...] = ()  # Llama's word in a dotted name -> the file's
+    fused: tuple[str, ...] = ()  # projections stored as one: "qkv_proj", "gate_up_proj"
+    interleaved: bool = False  # heads rotate neighbouring elements, not halves
+    # binary exponents that divide stored keys and values
+    exponents: tuple[int, int] = field(default=(0, 0), compare=False)
 
     @classmethod
     def of(cls, config: TransformerConfig, **differences: Any) -> "LayerKind":
         """Take fields from ``differences``, or else from the configuration if it has them."""
-        names = {field.name for field in fields(cls)}
+        names = {each.name for each in fields(cls)}
         found = {name: getattr(config, name) for name in names if hasattr(config, name)}
         return cls(**{**found, **differences})
+
+    def tensor(self, name: str) -> str:
+        """The name that files of the family have for a tensor of Llama's layers."""
+        words = dict(self.renamed)
+        return ".".join(words.get(word, word) for word in name.split("."))
+
+    def linear(self, in_size: int, at: str, *parts: Part, fused: str = "", **options: Any) -> Any:
+        """A :class:`Linear` of projections, or of the one named ``fused`` if files join them."""
+        if fused in self.fused:
+            parts = (joined(fused, parts),)
+        stored = (replace(part, name=self.tensor(at + part.name)) for part in parts)
+        how: dict[str, Any] = {"dtypes": self.dtypes, "implementation": self.implementation}
+        return Linear(in_size, *stored, **how, **options)
+
+    def norm(self, config: TransformerConfig, size: int, name: str, **options: Any) -> "RMSNorm":
+        how: dict[str, Any] = {"offset": self.norm_offset, "implementation": self.implementation}
+        return RMSNorm(config, size, self.tensor(name), **how, **options)
 
     @property
     def attention_options(self) -> dict[str, Any]:
@@ -89,21 +118,33 @@ def pick_row(x: Array, row: Array | None) -> Array:
 
 
 class Linear(nnx.Module):
-    """Affine map: a ``kernel``, plain ``[in, out]`` or quantised, and an optional ``bias``."""
+    """Affine map: a ``kernel``, plain ``[in, out]`` or quantised, and an optional ``bias``.
+
+    Its outputs are those of stored projections. Each part has the number of outputs as its shape,
+    and a name without ``.weight``. The kernel is quantised as ``dtypes`` say, unless they leave it
+    plain. A mesh may cut the axis ``split``, and ``in_factor`` multiplies the stored kernel.
+    """
 
     def __init__(
         self,
         in_size: int,
-        out_size: int,
-        *,
+        *parts: Part,
         bias: bool,
         dtypes: Dtypes,
+        split: str | None = None,
+        in_factor: float = 1.0,
         implementation: str | None = None,
     ) -> None:
         self.implementation = implementation
-        kernel = zero_kernel(in_size, out_size, dtypes)
-        self.kernel = nnx.Param(kernel, stddev=in_size**-0.5)
-        self.bias = nnx.Param(jnp.zeros((out_size,), dtypes.activations)) if bias else None
+        out_size = sum(part.shape[0] for part in parts)
+        kernel = abstract_kernel(in_size, out_size, dtypes.without(*(x.name for x in parts)))
+        stored = (x.of("weight", in_size, factor=x.factor * in_factor) for x in parts)
+        recipe, stddev = Recipe(tuple(stored), transpose=True), in_size**-0.5
+        self.kernel = nnx.Param(kernel, recipe=recipe, split=split, stddev=stddev)
+        biases = partial(weight, tuple(x.of("bias") for x in parts), (out_size,))
+        # products that are split along their inputs are added up before the bias
+        split = None if split == "in" else split
+        self.bias = biases(dtypes.activations, split=split) if bias else None
 
     def __call__(
         self, x: Array, out_dtype: jnp.dtype | None = None, outputs: slice = slice(None)
@@ -127,12 +168,16 @@ class RMSNorm(nnx.Module):
         self,
         config: TransformerConfig,
         size: int,
+        name: str,
         *,
         offset: float = 0.0,
+        factor: float = 1.0,
+        split: str | None = None,
         implementation: str | None = None,
     ) -> None:
-        mean, dtype = 1.0 - offset, config.dtypes.activations
-        self.scale = nnx.Param(jnp.full((size,), mean, dtype), mean=mean)
+        """``name`` is that of the stored scale without ``.weight``; ``factor`` multiplies it."""
+        part, dtype = Part(f"{name}.weight", (size,), factor=factor), config.dtypes.activations
+        self.scale = weight((part,), (size,), dtype, split=split, mean=1.0 - offset)
         self.eps, self.offset, self.implementation = config.rms_norm_eps, offset, implementation
 
     @property
@@ -158,10 +203,18 @@ class Embedding(nnx.Module):
     """Token table ``[V, D]``; with tied embeddings, it is also the output projection."""
 
     def __init__(
-        self, vocab_size: int, size: int, *, dtype: jnp.dtype, implementation: str | None = None
+        self,
+        vocab_size: int,
+        size: int,
+        name: str,
+        *,
+        dtype: jnp.dtype,
+        implementation: str | None = None,
     ) -> None:
+        """``name`` is that of the stored table without ``.weight``."""
         self.implementation = implementation
-        self.table = nnx.Param(jnp.zeros((vocab_size, size), dtype), stddev=size**-0.5)
+        table = partial(weight, f"{name}.weight", (vocab_size, size), dtype)
+        self.table = table(split="vocab", stddev=size**-0.5)
 
     def __call__(self, tokens: Array) -> Array:
         """Rows ``[..., D]`` of token ids ``[...]``."""
@@ -223,26 +276,37 @@ class Attention(nnx.Module):
     """Grouped-query self-attention with rotary positions; ``attend`` manages keys and values."""
 
     def __init__(
-        self,
-        config: TransformerConfig,
-        kind: LayerKind,
-        *,
-        in_size: int,
-        implementation: str | None = None,
+        self, config: TransformerConfig, kind: LayerKind, at: str, *, in_size: int | None = None
     ) -> None:
+        """``in_size`` is the hidden width by default."""
         self.kind = kind
         heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
         self.shape = (heads, kv_heads, dim)
-        linear, dtypes = partial(Linear, implementation=implementation), kind.dtypes.without
-        width, size = (heads + 2 * kv_heads) * dim, config.hidden_size
-        self.qkv = linear(in_size, width, bias=kind.qkv_bias, dtypes=dtypes("qkv"))
-        self.output = linear(heads * dim, size, bias=kind.output_bias, dtypes=dtypes("output"))
-        norm = partial(RMSNorm, config, offset=kind.norm_offset, implementation=implementation)
-        has_norms, of_head = kind.qk_norm or kind.joint_qk_norm, kind.qk_norm
-        self.q_norm = norm(dim if of_head else heads * dim) if has_norms else None
-        self.k_norm = norm(dim if of_head else kv_heads * dim) if has_norms else None
-        sinks = jnp.zeros((heads,), kind.dtypes.activations)
-        self.sinks = nnx.Param(sinks) if kind.sinks else None
+        q_size, kv_size, size = heads * dim, kv_heads * dim, config.hidden_size
+        has_norms, of_head, at = kind.qk_norm or kind.joint_qk_norm, kind.qk_norm, f"{at}self_attn."
+        # Keys and values are stored divided by these. Queries and outputs are multiplied instead,
+        # so that the layer computes the same.
+        key, value = (2.0**exponent for exponent in kind.exponents)
+        if "qkv_proj" in kind.fused:
+            key = value = 1.0
+        elif has_norms and kind.norm_offset:
+            key = 1.0
+        of_rows, of_norm = (1.0, key) if has_norms else (key, 1.0)
+        parts = (
+            Part("q_proj", (q_size,), _row_order(config, kind, heads), of_rows),
+            Part("k_proj", (kv_size,), _row_order(config, kind, kv_heads), 1 / of_rows),
+            Part("v_proj", (kv_size,), factor=1 / value),
+        )
+        options: dict[str, Any] = {"fused": "qkv_proj", "bias": kind.qkv_bias, "split": "out"}
+        self.qkv = kind.linear(in_size or size, at, *parts, **options)
+        options = {"bias": kind.output_bias, "split": "in", "in_factor": value}
+        self.output = kind.linear(q_size, at, Part("o_proj", (size,)), **options)
+        sizes, split = ((dim, dim), None) if of_head else ((q_size, kv_size), "out")
+        norm = partial(kind.norm, config, split=split)
+        self.q_norm = norm(sizes[0], f"{at}q_norm", factor=of_norm) if has_norms else None
+        self.k_norm = norm(sizes[1], f"{at}k_norm", factor=1 / of_norm) if has_norms else None
+        sinks = partial(weight, kind.tensor(f"{at}sinks"), (heads,), kind.dtypes.activations)
+        self.sinks = sinks(split="out") if kind.sinks else None
 
     def __call__(
         self,
@@ -296,16 +360,23 @@ class Attention(nnx.Module):
         return rope._replace(norms=(norm.factor, norm.factor, norm.eps))
 
 
+def _row_order(config: TransformerConfig, kind: LayerKind, heads: int) -> np.ndarray | None:
+    """The order in which kernels rotate the stored rows of heads, if it differs."""
+    dim, size = config.head_dim, config.rotary_dim
+    if size is None and not kind.interleaved:
+        return None
+    return rotated_rows(heads, dim, dim if size is None else size, interleaved=kind.interleaved)
+
+
 class MLP(nnx.Module):
     """Gated feed-forward ``down(activation(gate(x)) * up(x))``; gate and up share one matrix."""
 
-    def __init__(
-        self, config: TransformerConfig, kind: LayerKind, implementation: str | None = None
-    ) -> None:
-        self.kind, size, inner = kind, config.hidden_size, config.intermediate_size
-        linear = partial(Linear, bias=kind.mlp_bias, implementation=implementation)
-        self.gate_up = linear(size, 2 * inner, dtypes=kind.dtypes.without("gate_up"))
-        self.down = linear(inner, size, dtypes=kind.dtypes.without("down"))
+    def __init__(self, config: TransformerConfig, kind: LayerKind, at: str) -> None:
+        self.kind, size, inner, at = kind, config.hidden_size, config.intermediate_size, f"{at}mlp."
+        linear = partial(kind.linear, bias=kind.mlp_bias)
+        parts = (Part(name, (inner,)) for name in ("gate_proj", "up_proj"))
+        self.gate_up = linear(size, at, *parts, fused="gate_up_proj", split="out")
+        self.down = linear(inner, at, Part("down_proj", (size,)), split="in")
 
     def __call__(self, x: Array) -> Array:
         """Map ``[..., D]`` to ``[..., D]`` or partial sums of it."""
@@ -318,24 +389,20 @@ class DecoderLayer(nnx.Module):
     """Attention and feed-forward with residual connections, and norms before or after each."""
 
     def __init__(
-        self,
-        config: TransformerConfig,
-        kind: LayerKind,
-        implementation: str | None = None,
-        *,
-        has_input_norm: bool = True,
+        self, config: TransformerConfig, kind: LayerKind, at: str, *, has_input_norm: bool = True
     ) -> None:
-        size = config.hidden_size
-        norm = partial(
-            RMSNorm, config, size, offset=kind.norm_offset, implementation=implementation
-        )
+        def norm(name: str, is_there: bool) -> RMSNorm | None:
+            stored = f"{at}{name}_layernorm"
+            return kind.norm(config, config.hidden_size, stored) if is_there else None
+
+        pre, post = kind.pre_norm, kind.post_norm
         self.kind = kind
-        self.input_norm = norm() if kind.pre_norm and has_input_norm else None
-        self.attention = Attention(config, kind, in_size=size, implementation=implementation)
-        self.attention_output_norm = norm() if kind.post_norm else None
-        self.post_attention_norm = norm() if kind.pre_norm else None
-        self.mlp = MLP(config, kind, implementation)
-        self.mlp_output_norm = norm() if kind.post_norm else None
+        self.input_norm = norm("input", pre and has_input_norm)
+        self.attention = kind.mixer(config, kind, at)
+        self.attention_output_norm = norm("post_attention", post)
+        self.post_attention_norm = norm("pre_feedforward" if post else "post_attention", pre)
+        self.mlp = kind.feed_forward(config, kind, at)
+        self.mlp_output_norm = norm("post_feedforward", post)
 
     def __call__(
         self,

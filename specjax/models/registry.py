@@ -4,16 +4,7 @@ from dataclasses import replace
 
 from specjax.checks import refused
 from specjax.config import ModelConfig
-from specjax.models.family import (
-    MTP_PREFIX,
-    Family,
-    Part,
-    Recipe,
-    Recipes,
-    linear,
-    scaled_kv,
-    vectors,
-)
+from specjax.models.family import Family
 from specjax.models.gemma import GEMMA, GEMMA2, GEMMA3
 from specjax.models.glm import GLM, GLM4
 from specjax.models.layers import LayerKind
@@ -74,42 +65,11 @@ def family_of(config: ModelConfig) -> Family:
     return FAMILIES[config.model_type]
 
 
-def layer_kinds(config: ModelConfig) -> tuple[LayerKind, ...]:
-    """The kinds of the layers, each with the names of its matrices that are not quantised."""
+def layer_kinds(config: ModelConfig, implementation: str | None = None) -> tuple[LayerKind, ...]:
+    """The kinds of the layers, with the exponents of their stored keys and values."""
     kinds = family_of(config).layers(config)
-    if (format := config.quantization) is None or not format.plain:
-        return kinds
-
-    def of_layer(i: int, kind: LayerKind) -> LayerKind:
-        own = tuple(x.rpartition(".")[2] for x in format.plain if x.startswith(f"layers.{i}."))
-        return replace(kind, dtypes=kind.dtypes._replace(quantization=replace(format, plain=own)))
-
-    return tuple(of_layer(i, kind) for i, kind in enumerate(kinds))
-
-
-def target_recipes(config: ModelConfig) -> Recipes:
-    size, table = config.hidden_size, (config.vocab_size, config.hidden_size)
-    recipes = vectors(size, {"norm": "model.norm"})
-    recipes["embedding.table"] = Recipe((Part("model.embed_tokens.weight", table),))
-    if not config.tie_word_embeddings:
-        dtypes = config.dtypes.without("lm_head")
-        recipes |= linear("lm_head", {"lm_head": config.vocab_size}, size, dtypes)
-    family = family_of(config)
-    for i, kind in enumerate(layer_kinds(config)):
-        layer = family.recipe(config, kind, f"layers.{i}.", f"model.layers.{i}.")
-        if config.kv_exponents:
-            scaled_kv(layer, f"layers.{i}.attention.", kind, config.kv_exponents[i])
-        recipes |= layer
-    return recipes
-
-
-def mtp_recipes(config: ModelConfig) -> Recipes:
-    """Recipes for multi-token prediction modules, with the tensor names of MiMo's checkpoints."""
-    size, recipes, family = config.hidden_size, dict[str, Recipe](), family_of(config)
-    for i, kind in enumerate(layer_kinds(config)):
-        flat, prefix = f"modules.{i}.", f"{MTP_PREFIX}{i}."
-        names = {"hidden_norm": "hidden", "token_norm": "token", "norm": "final"}
-        recipes |= vectors(size, {flat + a: f"{prefix}{b}_layernorm" for a, b in names.items()})
-        recipes |= linear(f"{flat}fc", {f"{prefix}input_proj": size}, 2 * size, config.dtypes)
-        recipes |= family.recipe(config, kind, f"{flat}layer.", prefix)
-    return recipes
+    exponents = config.kv_exponents or ((0, 0),) * len(kinds)
+    return tuple(
+        replace(kind, implementation=implementation, exponents=pair)
+        for kind, pair in zip(kinds, exponents, strict=True)
+    )

@@ -35,6 +35,12 @@ class QuantArray:
     offset: Array | None  # f32 [P, out, G] if the format has zero points
     format: Quantization = field(metadata={"static": True})
 
+    @property
+    def layout(self) -> "QuantLayout":
+        """How its inputs are cut."""
+        parts, _, size = self.values.shape
+        return QuantLayout(parts, self.scale.shape[-1], size)
+
     def __getitem__(self, index: Array | slice) -> "QuantArray":
         """Select outputs."""
         offset = None if self.offset is None else self.offset[:, index]
@@ -72,14 +78,16 @@ class QuantLayout:
         return matrix.reshape(rows, self.parts, width).swapaxes(0, 1)
 
 
-def zero_kernel(in_size: int, out_size: int, dtypes: Dtypes) -> Kernel:
+def abstract_kernel(in_size: int, out_size: int, dtypes: Dtypes) -> Any:
+    """The shapes and dtypes of a matrix, whole or quantised."""
+    array: Any = jax.ShapeDtypeStruct
     if (format := dtypes.quantization) is None:
-        return jnp.zeros((in_size, out_size), dtypes.activations)
+        return array((in_size, out_size), dtypes.activations)
     layout = QuantLayout.of(format, in_size, out_size)
-    values = jnp.zeros((layout.parts, out_size, layout.size), format.dtype)
+    values = array((layout.parts, out_size, layout.size), format.dtype)
     shape = layout.parts, out_size, layout.groups
-    scale = jnp.zeros(shape, jnp.float32 if format.group is None else dtypes.activations)
-    offset = jnp.zeros(shape, jnp.float32) if format.has_zeros else None
+    scale = array(shape, jnp.float32 if format.group is None else dtypes.activations)
+    offset = array(shape, jnp.float32) if format.has_zeros else None
     return QuantArray(values, scale, offset, format)
 
 

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -17,7 +18,7 @@ from specjax.checkpoints.target import TargetCheckpoint
 from specjax.checks import is_integer
 from specjax.config import MAX_NODES
 from specjax.json_file import read_json_lines
-from specjax.models.family import Recipes
+from specjax.models.declare import Recipes
 from specjax.models.flat import FlatModel
 from specjax.speculative.algorithm import Batch, Proposal, Rows, SpeculativeAlgorithm, State
 from specjax.speculative.ngram_match import (
@@ -63,6 +64,7 @@ class Corpus:
     def canonical_name(self, name: str) -> str:
         return name
 
+    @property
     def recipes(self) -> Recipes:
         raise ValueError(
             f"named_tensors cannot replace the corpus {self.path}; write another file, and "
@@ -166,8 +168,8 @@ class CorpusTable(nnx.Module):
     """A corpus on the device, in the order of ``sort_corpus``."""
 
     def __init__(self, config: CorpusConfig) -> None:
-        self.tokens = nnx.Variable(jnp.zeros((config.num_tokens,), jnp.int32))
-        self.order = nnx.Variable(jnp.zeros((config.num_places,), jnp.int32))
+        self.tokens = nnx.Variable(jax.ShapeDtypeStruct((config.num_tokens,), jnp.int32))
+        self.order = nnx.Variable(jax.ShapeDtypeStruct((config.num_places,), jnp.int32))
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,6 @@ from specjax.checkpoints.export import published_target, published_tensors
 from specjax.config import BlockConfig, ModelConfig
 from specjax.models.decoder import CausalLM
 from specjax.models.flat import FlatModel
-from specjax.models.registry import target_recipes
 from specjax.testing.models import (
     EAGLE3,
     TARGET,
@@ -98,7 +97,7 @@ def write_model(
     """Write a target with random weights; ``settings`` are added to its ``config.json``."""
     flat = FlatModel.of(partial(CausalLM, config))
     weights = dict(zip(flat.names, random_weights(flat, seed), strict=True))
-    tensors = published_tensors(config, target_recipes(config), weights)
+    tensors = published_tensors(config, flat.recipes, weights)
     _save(path, published_target(config) | settings, tensors)
     if tokenizer is not None:
         write_tokenizer(path, tokenizer)

@@ -190,7 +190,7 @@ def test_claimed_heads(tmp_path: Path, key: str) -> None:
     """Recipes have index arrays of heads and of their dimensions."""
     changes = {"partial_rotary_factor": 0.5, key: 2**24}
     write_directory(tmp_path, CONFIG | changes, {})
-    check_fast(lambda: open_target(tmp_path).recipes(), f"{key}=16777216 must be .* 1 to 1024")
+    check_fast(lambda: open_target(tmp_path).recipes, f"{key}=16777216 must be .* 1 to 1024")
 
 
 @pytest.mark.parametrize("add", [{}, SLIDING])

@@ -1,13 +1,15 @@
 """Exported tensors: the order of rows, columns and ids that published files have."""
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 
 from specjax.checkpoints.export import published_tensors
 from specjax.config import ModelConfig
-from specjax.models.registry import target_recipes
+from specjax.models.decoder import CausalLM
+from specjax.models.flat import FlatModel
 
 # a head has 8 rows, of which 6 are rotated; a permutation that is its own inverse shows less
 CONFIG = ModelConfig(
@@ -31,7 +33,7 @@ ORDERS = {"glm": [0, 2, 4, 6, 1, 3, 5, 7], "phi3": [0, 1, 2, 6, 3, 4, 5, 7]}
 @pytest.mark.parametrize("kind", ["weight", "bias"])
 def test_rows_of_rotated_heads_have_the_published_order(family: str, kind: str) -> None:
     config = replace(CONFIG, model_type=family)
-    recipes, rng = target_recipes(config), np.random.default_rng(0)
+    recipes, rng = FlatModel.of(partial(CausalLM, config)).recipes, np.random.default_rng(0)
     weights = {name: rng.normal(size=recipe.shape) for name, recipe in recipes.items()}
     tensors = published_tensors(config, recipes, weights)
     names = ["qkv"] if family == "phi3" else ["q", "k", "v"]

@@ -482,7 +482,9 @@ def test_scales_of_attention_belong_to_a_layer(files: Files, tmp_path: Path) -> 
 
 def test_parts_of_a_projection_must_be_alike(files: Files, tmp_path: Path) -> None:
     stored, _ = make(files, tmp_path, "int8-channel", "layers.1.self_attn.k_proj")
-    with pytest.raises(ValueError, match=r"only some of the projections of 'layers.1.qkv'"):
+    with pytest.raises(
+        ValueError, match=r"only some of the projections of 'layers.1.attention.qkv'"
+    ):
         open_target(stored, dtype="float32")
 
 

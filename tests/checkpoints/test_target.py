@@ -16,8 +16,8 @@ from safetensors.numpy import save_file
 
 from specjax.checkpoints import TargetCheckpoint, open_target
 from specjax.checkpoints.tensors import TensorSource, make_weight
+from specjax.models.declare import Part, Recipe
 from specjax.models.decoder import CausalLM
-from specjax.models.family import Part, Recipe
 from specjax.models.flat import FlatModel, Placement
 from specjax.testing.files import write_target as tiny_target
 

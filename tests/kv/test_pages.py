@@ -162,8 +162,8 @@ def test_packed_segments_are_stored_and_padding_is_not() -> None:
 def test_stores_with_and_without_attention_are_equal(qk_norm: bool) -> None:
     """In bfloat16, where products are partial sums unless heads are normed."""
     config = replace(TARGET, dtype="bfloat16", hidden_size=128, head_dim=16)
-    kind = LayerKind.of(config, qk_norm=qk_norm, qkv_bias=qk_norm)
-    flat = FlatModel.of(partial(Attention, config, kind, in_size=128, implementation="interpret"))
+    options = {"qk_norm": qk_norm, "qkv_bias": qk_norm, "implementation": "interpret"}
+    flat = FlatModel.of(partial(Attention, config, LayerKind.of(config, **options), ""))
     attention, rows = flat.rebuild(flat.random(0)), 3
     view = replace(view_of([3, 1, 5], [2, 4, 0]), implementation="interpret")
     lens = jnp.array([2, 7], jnp.int32)
@@ -186,7 +186,7 @@ def test_stores_with_and_without_attention_are_equal(qk_norm: bool) -> None:
 def test_a_layer_with_a_window_sees_only_its_last_keys(window: int | None, sees: bool) -> None:
     """Two rows that see each other, from position 7 on; the key at position 1 changes."""
     kind = LayerKind.of(TARGET, window=window)
-    flat = FlatModel.of(partial(Attention, TARGET, kind, in_size=TARGET.hidden_size))
+    flat = FlatModel.of(partial(Attention, TARGET, kind, ""))
     attention, lens = flat.rebuild(flat.random(0)), jnp.array([7], jnp.int32)
     view = view_of([3, 1, 5])
     x = jax.random.normal(jax.random.key(1), (1, 2, TARGET.hidden_size))

@@ -13,7 +13,7 @@ from specjax.checkpoints.tensors import TensorInfo, TensorSource, make_weight
 from specjax.models.decoder import CausalLM
 from specjax.models.flat import FlatModel
 from specjax.models.layers import dense_attention, rotated
-from specjax.models.registry import FAMILIES, layer_kinds, target_recipes
+from specjax.models.registry import FAMILIES, layer_kinds
 from specjax.testing.files import TARGET
 
 EXPONENTS = ((-3, 2), (1, -4))
@@ -26,7 +26,7 @@ def passes(config: Any, tensors: dict[str, np.ndarray]) -> tuple[np.ndarray, lis
     infos = {name: TensorInfo(x.shape, path, "float32") for name, x in tensors.items()}
     source = TensorSource(path, infos, tensors.__getitem__)
     flat = FlatModel.of(partial(CausalLM, config))
-    recipes, dtype = target_recipes(config), np.dtype(np.float32)
+    recipes, dtype = flat.recipes, np.dtype(np.float32)
     weights = flat.order({name: make_weight(r, source, dtype) for name, r in recipes.items()})
     stored = []
 
@@ -50,7 +50,8 @@ def test_outputs_stay_the_same(name: str) -> None:
     config = FAMILIES[name].config(
         model_type=name, **shared, qk_norm="olmo" not in name, qkv_bias=True, output_bias=True
     )
-    parts = [part for recipe in target_recipes(config).values() for part in recipe.parts]
+    recipes = FlatModel.of(partial(CausalLM, config)).recipes
+    parts = [part for recipe in recipes.values() for part in recipe.parts]
     rng = np.random.default_rng(0)
     tensors = {p.name: np.float32(rng.normal(size=p.shape) / p.shape[-1] ** 0.5) for p in parts}
     logits, stored = passes(config, tensors)

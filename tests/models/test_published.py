@@ -1,6 +1,7 @@
 """The configurations that the families' publishers distribute, and the keys that they omit."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,9 @@ import pytest
 from specjax.checkpoints import open_target
 from specjax.checkpoints.huggingface import huggingface_config
 from specjax.config import ModelConfig, Rope
-from specjax.models.registry import layer_kinds, target_recipes
+from specjax.models.decoder import CausalLM
+from specjax.models.flat import FlatModel
+from specjax.models.registry import layer_kinds
 
 from ..checkpoints.files import CONFIG, target_tensors, write_directory
 
@@ -247,7 +250,8 @@ def test_published_configurations(name: str, tmp_path: Path) -> None:
     config, generation, ends, billions = PUBLISHED[name]
     found = read(tmp_path, config, generation)
     assert found.eos_token_ids == ends
-    parts = {p.name: p for recipe in target_recipes(found).values() for p in recipe.parts}
+    recipes = FlatModel.of(partial(CausalLM, found)).recipes
+    parts = {p.name: p for recipe in recipes.values() for p in recipe.parts}
     count = sum(float(np.prod(part.shape)) for part in parts.values())
     assert count / 1e9 == pytest.approx(billions, abs=0.006 * billions)
 

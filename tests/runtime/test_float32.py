@@ -30,7 +30,7 @@ def test_products_are_exact_to_float32(rows: int, device: str) -> None:
     x = RNG.normal(size=(rows, SIZE)).astype(np.float32)
     exact = x.astype(np.float64) @ KERNEL.astype(np.float64)
     assert error(jax.jit(dot)(jnp.asarray(x), jnp.asarray(KERNEL)), exact) < TOLERANCE
-    embed = Embedding(OUT, SIZE, dtype=jnp.dtype("float32"))
+    embed = Embedding(OUT, SIZE, "table", dtype=jnp.dtype("float32"))
     embed.table = nnx.Param(jnp.asarray(KERNEL.T))
     table = KERNEL.T.astype(np.float64)
     assert error(jax.jit(embed.attend)(jnp.asarray(x)), x.astype(np.float64) @ table.T) < TOLERANCE

@@ -1,0 +1,143 @@
+"""Declare weights: the stored tensors that fill each one, the axis to split, and initial values.
+
+A declaration is metadata of a variable. :class:`~specjax.models.flat.FlatModel` reads it, so that
+loading, exporting, updates and quantised formats need no other description of a network.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from flax import nnx
+
+from specjax.models.weights import QuantArray, QuantLayout
+
+# A quantised matrix X has its scales in X_scale, and for zero points -zero * scale in X_offset.
+SCALE, OFFSET = "_scale", "_offset"
+# standard deviation of random quantised values by their bits; their scale is divided by it
+RANDOM_VALUES = {8: 24.0, 4: 2.0}
+
+
+@dataclass(frozen=True)
+class Part:
+    """A checkpoint tensor that fills a slice of a weight; ``shape`` is that of the tensor.
+
+    ``rows`` is the order in which the weight has the tensor's rows, if it differs. ``factor``, a
+    power of two, multiplies it.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    rows: np.ndarray | None = field(default=None, compare=False)
+    factor: float = 1.0
+
+    def of(self, leaf: str, *inner: int, **changes: Any) -> "Part":
+        """The tensor ``leaf`` of a projection, with further axes ``inner``."""
+        return replace(self, name=f"{self.name}.{leaf}", shape=(*self.shape, *inner), **changes)
+
+    def arranged(self, tensor: np.ndarray) -> np.ndarray:
+        """The tensor with its rows in the order of the weight, times the factor."""
+        ordered = tensor if self.rows is None else tensor[self.rows]
+        return ordered if self.factor == 1.0 else ordered * np.asarray(self.factor, ordered.dtype)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How to build a weight: its parts are concatenated on the output axis.
+
+    A transposed weight is ``[in, out]`` and consists of parts ``[out_i, in]``. Any other weight
+    concatenates its parts unchanged on the first axis, and ``layout`` cuts the result if it belongs
+    to a quantised matrix. ``dtype`` is the dtype of the weight.
+    """
+
+    # not compared: layers of one kind must have equal structures, so that one trace serves all
+    parts: tuple[Part, ...] = field(compare=False)
+    transpose: bool = False
+    dtype: str = "float32"
+    layout: QuantLayout | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the weight, before ``layout`` cuts it."""
+        width, inner = sum(part.shape[0] for part in self.parts), self.parts[0].shape[1:]
+        return (*inner, width) if self.transpose else (width, *inner)
+
+
+Recipes = Mapping[str, Recipe]
+
+
+def joined(name: str, parts: Sequence[Part]) -> Part:
+    """The rows of projections that are stored as one tensor; they have no factors."""
+    starts = np.cumsum([0, *(part.shape[0] for part in parts)])
+    if all(part.rows is None for part in parts):
+        return Part(name, (int(starts[-1]),))
+    orders = [np.arange(*part.shape) if part.rows is None else part.rows for part in parts]
+    pairs = zip(starts, orders, strict=False)
+    return Part(name, (int(starts[-1]),), np.concatenate([start + order for start, order in pairs]))
+
+
+def weight(
+    stored: str | tuple[Part, ...],
+    shape: tuple[int, ...],
+    dtype: Any,
+    *,
+    split: str | None = None,
+    mean: float = 0.0,
+    stddev: float = 0.0,
+    kind: type[nnx.Variable[Any]] = nnx.Param,
+) -> Any:
+    """Declare a weight: a variable with this shape and dtype, and no values.
+
+    Args:
+        stored: the tensors that fill it, or the name of one that has its shape.
+        split: the axis that a mesh may cut: ``"out"`` or ``"in"`` of a matrix, between heads of
+            attention; ``"vocab"``; ``None`` if each device needs all values.
+        mean: mean of random initial values.
+        stddev: their standard deviation.
+        kind: class of the variable.
+    """
+    parts = (Part(stored, shape),) if isinstance(stored, str) else stored
+    of: dict[str, Any] = {"recipe": Recipe(parts), "split": split, "mean": mean, "stddev": stddev}
+    return kind(jax.ShapeDtypeStruct(shape, dtype), **of)
+
+
+class Leaf(NamedTuple):
+    """An array of a network; a quantised matrix has two or three."""
+
+    path: tuple[Any, ...]
+    initial: tuple[float, float]  # mean and standard deviation of random values
+    split: str | None
+    recipe: Recipe | None  # None if the variable has no declaration
+
+
+def leaves(state: Any) -> Iterator[Leaf]:
+    """The arrays of a module's state, in the order in which JAX flattens it."""
+    for path, variable in nnx.to_flat_state(state):
+        stated, value = variable.get_metadata(), variable.get_value()
+        mean, stddev = stated.get("mean", 0.0), stated.get("stddev", 0.0)
+        split, recipe = stated.get("split"), stated.get("recipe")
+        if not isinstance(value, QuantArray):
+            if recipe is not None:
+                recipe = replace(recipe, dtype=value.dtype.name)
+            yield Leaf(path, (mean, stddev), split, recipe)
+            continue
+        spread = RANDOM_VALUES[value.format.bits]
+        initial = {"values": (0.0, spread), "scale": (stddev / spread, 0.0), "offset": (0.0, 0.0)}
+        for name in initial:
+            if (array := getattr(value, name)) is not None:
+                found = recipe and _quantised(recipe, name, array.dtype.name, value.layout)
+                yield Leaf((*path, name), initial[name], split, found)
+
+
+def _quantised(recipe: Recipe, leaf: str, dtype: str, layout: QuantLayout) -> Recipe:
+    """The recipe of an array of a quantised matrix; its scales have the factors."""
+
+    def part_of(part: Part) -> Part:
+        if leaf == "values":
+            return replace(part, factor=1.0)
+        name = part.name + {"scale": SCALE, "offset": OFFSET}[leaf]
+        return replace(part, name=name, shape=(part.shape[0], layout.parts * layout.groups))
+
+    return Recipe(tuple(map(part_of, recipe.parts)), dtype=dtype, layout=layout)

@@ -1,0 +1,90 @@
+"""Declarations of weights, and the feed-forward of docs/models.md that makes its own."""
+
+import re
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from specjax.checkpoints.tensors import TensorInfo, TensorSource, make_weight
+from specjax.config import Quantization
+from specjax.models import registry
+from specjax.models.decoder import CausalLM
+from specjax.models.flat import FlatModel
+from specjax.testing import TARGET
+
+PAGE = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
+GUIDE: dict[str, Any] = {"__name__": "guide"}
+exec(re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)[1], GUIDE)
+AT = "model.layers.0.mlp."
+
+
+@pytest.fixture
+def squared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Llama with the feed-forward of the guide."""
+    family = replace(registry.FAMILIES["llama"], layers=GUIDE["layers"])
+    monkeypatch.setitem(registry.FAMILIES, "llama", family)
+
+
+@pytest.mark.usefixtures("squared")
+def test_a_module_loads_the_tensors_that_it_declares() -> None:
+    flat, rng = FlatModel.of(partial(CausalLM, TARGET)), np.random.default_rng(0)
+    parts = [part for recipe in flat.recipes.values() for part in recipe.parts]
+    tensors = {part.name: np.float32(rng.normal(size=part.shape)) for part in parts}
+    infos = {name: TensorInfo(x.shape, Path("x"), "float32") for name, x in tensors.items()}
+    source = TensorSource(Path("x"), infos, tensors.__getitem__)
+    dtype = np.dtype(np.float32)
+    named = {name: make_weight(recipe, source, dtype) for name, recipe in flat.recipes.items()}
+    model = flat.rebuild(tuple(map(jnp.asarray, flat.order(named))))
+    x = np.float32(rng.normal(size=(3, TARGET.hidden_size)))
+    inner = np.maximum(x @ tensors[f"{AT}up_proj.weight"].T, 0.0) ** 2
+    expected = inner @ tensors[f"{AT}down_proj.weight"].T
+    np.testing.assert_allclose(model.layers[0].mlp(jnp.asarray(x)), expected, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.usefixtures("squared")
+def test_a_declared_matrix_has_quantised_forms() -> None:
+    format = Quantization("int8", plain=(f"{AT}down_proj",))
+    flat = FlatModel.of(partial(CausalLM, replace(TARGET, quantization=format)))
+    names = {name: [p.name for p in r.parts] for name, r in flat.recipes.items() if "0.mlp" in name}
+    assert names == {
+        "layers.0.mlp.down.kernel": [f"{AT}down_proj.weight"],
+        "layers.0.mlp.up.kernel.values": [f"{AT}up_proj.weight"],
+        "layers.0.mlp.up.kernel.scale": [f"{AT}up_proj.weight_scale"],
+    }
+    assert flat.recipes["layers.0.mlp.up.kernel.values"].dtype == "int8"
+
+
+def test_a_mesh_may_cut_matrices_between_heads() -> None:
+    config = replace(TARGET, model_type="olmo2", num_layers=1, qkv_bias=True, output_bias=True)
+    flat = FlatModel.of(partial(CausalLM, replace(config, quantization=Quantization("int8"))))
+    pairs = zip(flat.names, flat.splits, strict=True)
+    assert {name.replace("layers.0.", ""): split for name, split in pairs if split} == {
+        "embedding.table": "vocab",
+        "attention.qkv.kernel.values": "out",
+        "attention.qkv.kernel.scale": "out",
+        "attention.qkv.bias": "out",
+        "attention.q_norm.scale": "out",
+        "attention.k_norm.scale": "out",
+        "attention.output.kernel.values": "in",
+        "attention.output.kernel.scale": "in",
+        "mlp.gate_up.kernel.values": "out",
+        "mlp.gate_up.kernel.scale": "out",
+        "mlp.down.kernel.values": "in",
+        "mlp.down.kernel.scale": "in",
+        "lm_head.kernel.values": "vocab",
+        "lm_head.kernel.scale": "vocab",
+    }
+
+
+def test_layers_of_one_kind_have_equal_structures() -> None:
+    """So one trace serves them, although they have other tensors and scales."""
+    config = replace(TARGET, kv_exponents=((1, 2),) + ((0, 0),) * (TARGET.num_layers - 1))
+    first, second, *_ = (nnx.split(layer)[0] for layer in CausalLM(config).layers)
+    assert first == second
+    assert hash(first) == hash(second)
