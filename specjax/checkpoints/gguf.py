@@ -22,7 +22,7 @@ from specjax.json_file import Fields, PositiveSize, Size
 from specjax.models.decoder import CausalLM
 from specjax.models.flat import FlatModel
 from specjax.models.registry import FAMILIES, HOW_TO_ADD, family_of
-from specjax.models.rope import rope_frequencies
+from specjax.models.rope import rope_frequencies, rotated_rows
 from specjax.text.tokenizer import Tokenizer, set_template, unique_ids
 
 _STRING, _ARRAY = 8, 9
@@ -205,16 +205,6 @@ def _aligned(size: int, alignment: int) -> int:
     return -(-size // alignment) * alignment
 
 
-def _interleaved_rows(num_heads: int, head_dim: int) -> np.ndarray:
-    """Return the order of rows that turns an interleaved projection into Hugging Face's.
-
-    GGUF rotates neighbouring pairs; Hugging Face rotates the two halves of a head. The converter
-    therefore interleaves the halves: row ``2 i + j`` of a head is row ``j * H / 2 + i``.
-    """
-    rows = np.arange(num_heads * head_dim).reshape(num_heads, head_dim // 2, 2)
-    return rows.swapaxes(1, 2).reshape(-1)
-
-
 def gguf_source(file: GGUFFile, config: ModelConfig) -> TensorSource:
     """Present a GGUF file as a source of tensors with Hugging Face names and layout."""
     (arch,) = (arch for arch, name in MODEL_ARCH_NAMES.items() if name == config.model_type)
@@ -228,8 +218,9 @@ def gguf_source(file: GGUFFile, config: ModelConfig) -> TensorSource:
         raise ValueError(f"{file.tensors[name].path}: the model does not use the tensor {name!r}")
     rows: dict[str, np.ndarray] = {}
     if family_of(config).gguf == "interleaved":
-        rows["q_proj"] = _interleaved_rows(config.num_heads, config.head_dim)
-        rows["k_proj"] = _interleaved_rows(config.num_kv_heads, config.head_dim)
+        # the converter interleaves the halves of each head
+        for name, heads in (("q_proj", config.num_heads), ("k_proj", config.num_kv_heads)):
+            rows[name] = rotated_rows(heads, config.head_dim, config.head_dim, interleaved=True)
 
     def read(name: str) -> np.ndarray:
         array, module = file.read(stored[name]), name.split(".")[-2]

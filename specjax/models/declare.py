@@ -99,8 +99,8 @@ def weight(
         kind: class of the variable.
     """
     parts = (Part(stored, shape),) if isinstance(stored, str) else stored
-    of: dict[str, Any] = {"recipe": Recipe(parts), "split": split, "mean": mean, "stddev": stddev}
-    return kind(jax.ShapeDtypeStruct(shape, dtype), **of)
+    metadata: dict[str, Any] = {"split": split, "mean": mean, "stddev": stddev}
+    return kind(jax.ShapeDtypeStruct(shape, dtype), recipe=Recipe(parts), **metadata)
 
 
 class Leaf(NamedTuple):
@@ -127,8 +127,8 @@ def leaves(state: Any) -> Iterator[Leaf]:
         initial = {"values": (0.0, spread), "scale": (stddev / spread, 0.0), "offset": (0.0, 0.0)}
         for name in initial:
             if (array := getattr(value, name)) is not None:
-                found = recipe and _quantised(recipe, name, array.dtype.name, value.layout)
-                yield Leaf((*path, name), initial[name], split, found)
+                of_leaf = recipe and _quantised(recipe, name, array.dtype.name, value.layout)
+                yield Leaf((*path, name), initial[name], split, of_leaf)
 
 
 def _quantised(recipe: Recipe, leaf: str, dtype: str, layout: QuantLayout) -> Recipe:

@@ -14,7 +14,9 @@ from flax import nnx
 from specjax.checkpoints.tensors import TensorInfo, TensorSource, make_weight
 from specjax.config import Quantization
 from specjax.models import registry
+from specjax.models.declare import weight
 from specjax.models.decoder import CausalLM
+from specjax.models.family import alike
 from specjax.models.flat import FlatModel
 from specjax.testing import TARGET
 
@@ -58,6 +60,31 @@ def test_a_declared_matrix_has_quantised_forms() -> None:
         "layers.0.mlp.up.kernel.scale": [f"{AT}up_proj.weight_scale"],
     }
     assert flat.recipes["layers.0.mlp.up.kernel.values"].dtype == "int8"
+
+
+class Gain(nnx.Module):
+    """A mixer that multiplies each input."""
+
+    def __init__(self, config: Any, kind: Any, at: str) -> None:
+        self.gain = weight(f"{at}mixer.gain", (config.hidden_size,), jnp.float32, mean=3.0)
+
+    def __call__(self, x: Any, rope: Any, kv: Any, layer: int, attend: Any, row: Any = None) -> Any:
+        return x * self.gain[...], kv
+
+
+def test_another_mixer_replaces_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    family = replace(registry.FAMILIES["llama"], layers=partial(alike, mixer=Gain))
+    monkeypatch.setitem(registry.FAMILIES, "llama", family)
+    flat = FlatModel.of(partial(CausalLM, TARGET))
+    assert [part.name for part in flat.recipes["layers.1.attention.gain"].parts] == [
+        "model.layers.1.mixer.gain"
+    ]
+    x = np.float32(np.random.default_rng(0).normal(size=(1, 2, TARGET.hidden_size)))
+    layer = flat.rebuild(flat.random(0)).layers[1]
+    _, middle, _, kv = layer(jnp.asarray(x), None, None, "kv", 1, None)
+    normed = x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + TARGET.rms_norm_eps)
+    np.testing.assert_allclose(middle, x + 3.0 * normed, rtol=1e-5)
+    assert kv == "kv"
 
 
 def test_a_mesh_may_cut_matrices_between_heads() -> None:
