@@ -35,7 +35,7 @@ from specjax.engine.weights import (
 from specjax.metrics import EngineMetrics, Totals
 from specjax.runtime.functions import Watch
 from specjax.runtime.runner import ModelRunner
-from specjax.sampling.grammar_process import while_waiting
+from specjax.sampling.grammar_check import while_waiting
 from specjax.scheduling.loop import Call, EngineLoop
 from specjax.scheduling.scheduler import Scheduler
 from specjax.text.reasoning import ReasoningTags

@@ -11,7 +11,9 @@ import numpy as np
 from specjax.checks import CONTEXT_EXCEEDED, ParameterError, check_integer, is_integer, refused
 from specjax.engine.plan import EnginePlan
 from specjax.sampling.grammar import Thinking
-from specjax.sampling.grammar_process import Grammar, Grammars
+from specjax.sampling.grammar_check import Grammars
+from specjax.sampling.grammar_process import GrammarProcesses
+from specjax.sampling.grammar_request import Grammar
 from specjax.sampling.params import GRAMMARS, SamplingParams
 from specjax.scheduling.loop import Call
 from specjax.scheduling.request import GenerateRequest, Request, new_id
@@ -146,7 +148,7 @@ def has_grammar(params: Any) -> bool:
 
 def make_grammars(plan: EnginePlan, tokenizer: Tokenizer | None) -> Grammars:
     args, config = plan.args, plan.target.config
-    return Grammars(
+    processes = GrammarProcesses(
         _need_tokenizer(tokenizer, "grammar_backend").backend.to_str(),
         config.vocab_size,
         config.eos_token_ids,
@@ -155,6 +157,7 @@ def make_grammars(plan: EnginePlan, tokenizer: Tokenizer | None) -> Grammars:
         nodes=max(shape.nodes for shape in plan.config.shapes),
         width=1 + max(shape.steps for shape in plan.config.shapes),
     )
+    return Grammars(processes)
 
 
 class RequestFactory:
@@ -172,7 +175,7 @@ class RequestFactory:
 
     def close(self) -> None:
         if self._grammars is not None:
-            self._grammars.close()
+            self._grammars.processes.close()
 
     def make(
         self,

@@ -47,7 +47,7 @@ class Constraint:
     def __init__(
         self, make: Callable[[], Any], num_words: int, thinking: Thinking | None = None
     ) -> None:
-        self._make, self._num_words = make, num_words
+        self._make, self.num_words = make, num_words
         self._plain = make()  # has the tokens and masks of the text, as in plain decoding
         self._drafter: Any = None  # has the tokens of the text; its copies have those of drafts
         self._text: list[int] = []  # the tokens that the grammar limits
@@ -107,7 +107,7 @@ class Constraint:
 
     def mask(self) -> np.ndarray:
         """The mask i32 ``[V / 32]`` of the text; zeros if no token may follow."""
-        masks = np.full((1, self._num_words), -1, np.int32)
+        masks = np.empty((1, self.num_words), np.int32)
         self.fill([0], [-1], masks, np.empty((1, 1), np.int32))
         return np.zeros_like(masks[0]) if self.error else masks[0]
 
@@ -118,8 +118,10 @@ class Constraint:
         masks: np.ndarray,
         forced: np.ndarray,
         before_node: Callable[[], object] = lambda: None,
-    ) -> list[int]:
+    ) -> None:
         """Write the masks of a tree's nodes, and the tokens that the grammar forces after them.
+
+        If no token may follow the text, ``error`` has the reason.
 
         Args:
             tokens: of the nodes, the root first; it is the last token of the text.
@@ -127,13 +129,8 @@ class Constraint:
             masks: i32 ``[T, V / 32]``.
             forced: i32 ``[T, 1 + S]``; the forced tokens, then -1.
             before_node: is called before the work of each node.
-
-        Returns:
-            The nodes that were written; nothing limits the others. If no token may follow the text,
-            ``error`` has the reason.
         """
         states: list[Left | Branch | None] = []
-        written = []
         for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
             before_node()
             state = self._next(states[parent], token) if node else self._root()
@@ -145,9 +142,7 @@ class Constraint:
                 masks[node].view(np.uint8)[self._after // 8] = 1 << self._after % 8
                 forced[node, 0] = self._after
             else:
-                continue
-            written.append(node)
-        return written
+                masks[node] = forced[node] = -1
 
     def _root(self) -> "Left | Branch | None":
         if self._is_thinking:
@@ -186,7 +181,7 @@ class Constraint:
     def _plain_mask(self) -> np.ndarray | None:
         """The mask of the text; ``None`` if no token may follow, with the reason as error."""
         if self._mask is None and not self.error:
-            self._mask = np.empty(self._num_words, np.int32)
+            self._mask = np.empty(self.num_words, np.int32)
             self.error = _compute(self._plain, self._mask)
         return None if self.error else self._mask
 
@@ -202,7 +197,7 @@ class Constraint:
 
     def _replay(self, path: Sequence[int]) -> Any:
         """A matcher that has seen the text and the path, and no other drafts."""
-        matcher, mask = self._make(), np.empty(self._num_words, np.int32)
+        matcher, mask = self._make(), np.empty(self.num_words, np.int32)
         for token in (*self._text, *path):
             _compute(matcher, mask)
             if not matcher.try_consume_tokens([token]):

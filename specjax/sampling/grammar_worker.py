@@ -6,8 +6,9 @@ process limits its own work, and ends alone. It has one thread at a time, which 
 the lock of the engine's interpreter.
 
 Command line: the descriptors of a socket and of shared memory. Standard input: one JSON object, see
-:func:`main`. Messages on the socket are of ``COMMAND``. The messages of a forked process are JSON
-objects on a socket of its own, which comes with the command that forks it.
+:func:`main`. Messages on the socket are of ``COMMAND``. A forked process has a socket of its own,
+which comes with the command that forks it. The first message there is a grammar as a JSON object,
+each later one has tokens and a tree, see :meth:`Follower._step`, and answers are of ``ANSWER``.
 """
 
 import json
@@ -20,11 +21,13 @@ import socket
 import struct
 import sys
 import threading
+from array import array
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from multiprocessing.connection import Connection
 from time import thread_time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -35,6 +38,8 @@ if TYPE_CHECKING:  # the engine imports this file, and may lack the library
 
 COMMAND = struct.Struct("=bq")  # FORK or KILL, and a number that identifies the process
 FORK, KILL = 0, 1
+# tokens that the grammar accepts; whether the text is complete and free, and the work slow; error
+ANSWER, MAX_ANSWER = struct.Struct("=i???"), 2048
 STACK_BYTES = 2**28  # a row of rules that refer to each other needs up to 40 MB
 # CPU seconds for the tokens of a round and for each mask. The library's own limits end a mask after
 # 1 s or less.
@@ -48,10 +53,14 @@ class Follower:
     """Follows the text of one request; runs in a forked process."""
 
     def __init__(
-        self, compiler: "GrammarCompiler", connection: Connection, memory: mmap.mmap, max_bytes: int
+        self,
+        compiler: "GrammarCompiler",
+        connection: Connection,
+        memory: np.ndarray,
+        max_bytes: int,
     ) -> None:
         self._compiler, self._connection = compiler, connection
-        self._memory, self._max_bytes = memory, max_bytes
+        self._regions, self._max_bytes = memory, max_bytes
         self._constraint: Constraint | None = None
         self._has_started = threading.Event()
 
@@ -76,7 +85,7 @@ class Follower:
         """Compile a grammar, add its tokens so far, and answer with the mask after them."""
         with suppress(ValueError):  # copies most of the memory that a grammar will write to
             self._compiler.compile("regex", "[a-z]*")
-        job = self._receive()
+        job = json.loads(self._connection.recv_bytes())
         _yield_to_others(job["niceness"])
         _limit_time(job["seconds"])
         thinking = None
@@ -88,65 +97,54 @@ class Follower:
         except ValueError as error:
             self._answer(error=str(error))
             return
+        rows, words = self._regions[job["region"]], constraint.num_words
+        self._masks, self._forced = rows[:, :words], rows[:, words:]
         for token in job["tokens"]:
             _limit_time(STEP_SECONDS)
             constraint.advance([token])
-        mask = constraint.mask()
+        constraint.fill([0], [-1], self._masks, self._forced)
         _limit_time(0)
-        self._answer(error=constraint.error, is_complete=constraint.is_complete)
-        self._connection.send_bytes(mask.tobytes())
+        self._answer(is_complete=constraint.is_complete, error=constraint.error)
         self._constraint = constraint
 
     def _follow(self) -> None:
         self._has_started.wait()
         with suppress(EOFError, OSError):
             while self._constraint is not None:
-                self._step(self._constraint, self._receive())
+                self._step(self._constraint, array("i", self._connection.recv_bytes()))
 
-    def _step(self, constraint: Constraint, request: dict[str, Any]) -> None:
-        """Add tokens to the text, or fill the masks of a tree."""
-        before, count, written = thread_time(), 0, list[int]()
+    def _step(self, constraint: Constraint, message: Sequence[int]) -> None:
+        """Add tokens to the text, then write the masks of a tree.
+
+        ``message`` has the number of tokens, the tokens, those of the tree, and its parents.
+        """
+        before, count, num_tokens = thread_time(), 0, message[0]
+        tokens, tree = message[1 : 1 + num_tokens], message[1 + num_tokens :]
+        nodes, parents = tree[: len(tree) // 2], tree[len(tree) // 2 :]
         _limit_time(STEP_SECONDS)
         try:
-            if "tree" in request:
-                written = self._fill(constraint, request)
-            else:
-                count = constraint.advance(request["tokens"])
+            count = constraint.advance(tokens)
+            if count == num_tokens and not constraint.is_complete:
+                each = partial(_limit_time, STEP_SECONDS)
+                constraint.fill(nodes, parents, self._masks, self._forced, each)
         except Exception as fault:  # of the library
             constraint.error = repr(fault)
         _limit_time(0)
-        seconds = thread_time() - before
-        self._answer(
-            error=constraint.error,
-            is_complete=constraint.is_complete,
-            is_free=constraint.is_free,
-            count=count,
-            written=written,
-            seconds=seconds,
-        )
-        if seconds > SLOW_SECONDS:
+        is_slow = thread_time() - before > SLOW_SECONDS
+        self._answer(count, constraint.is_complete, constraint.is_free, is_slow, constraint.error)
+        if is_slow:
             _yield_to_others(NICENESS)
 
-    def _fill(self, constraint: Constraint, request: dict[str, Any]) -> list[int]:
-        (tokens, parents), (words, width) = request["tree"], request["sizes"]
-        rows = np.frombuffer(self._memory, np.int32, len(tokens) * (words + width), request["at"])
-        masks, forced = split_region(rows, len(tokens), words, width)
-        each = partial(_limit_time, STEP_SECONDS)
-        return constraint.fill(tokens, parents, masks, forced, each)
-
-    def _receive(self) -> Any:
-        return json.loads(self._connection.recv_bytes())
-
-    def _answer(self, **values: Any) -> None:
-        self._connection.send_bytes(json.dumps(values).encode())
-
-
-def split_region(
-    region: np.ndarray, nodes: int, words: int, width: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Masks i32 ``[nodes, words]`` and forced tokens i32 ``[nodes, width]`` in shared memory."""
-    masks = region[: nodes * words].reshape(nodes, words)
-    return masks, region[nodes * words : nodes * (words + width)].reshape(nodes, width)
+    def _answer(
+        self,
+        count: int = 0,
+        is_complete: bool = False,
+        is_free: bool = False,
+        is_slow: bool = False,
+        error: str = "",
+    ) -> None:
+        answer = ANSWER.pack(count, is_complete, is_free, is_slow) + error.encode()
+        os.write(self._connection.fileno(), answer[:MAX_ANSWER])
 
 
 def _limit_time(cpu_seconds: float) -> None:
@@ -171,7 +169,7 @@ def _fork(follower: Follower, control: socket.socket) -> int:
 
 
 def _serve(
-    compiler: "GrammarCompiler", control: socket.socket, memory: mmap.mmap, max_bytes: int
+    compiler: "GrammarCompiler", control: socket.socket, memory: np.ndarray, max_bytes: int
 ) -> None:
     """Fork and end processes until the engine closes the socket."""
     processes: dict[int, int] = {}
@@ -197,7 +195,7 @@ def _serve(
 
 
 def main() -> None:
-    """Read ``tokenizer``, ``vocab_size``, ``end_token_ids``, ``spaces`` and ``max_bytes``; serve.
+    """Read arguments of the compiler, ``max_bytes`` and the ``shape`` of the memory; serve.
 
     The first message on the socket is empty, or says why the tokenizer is refused.
     """
@@ -207,8 +205,8 @@ def main() -> None:
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF})
     control = socket.socket(fileno=int(sys.argv[1]))
-    memory = mmap.mmap(int(sys.argv[2]), 0)
     values = json.load(sys.stdin)
+    memory = np.frombuffer(mmap.mmap(int(sys.argv[2]), 0), np.int32).reshape(values.pop("shape"))
     max_bytes = values.pop("max_bytes")
     try:
         compiler = GrammarCompiler(**values)

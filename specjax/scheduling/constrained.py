@@ -8,6 +8,7 @@ call follows at once. Rows whose masks are late leave the round, and join a late
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ import numpy as np
 
 from specjax.runtime.runner import Dispatched, ModelRunner
 from specjax.runtime.runner_config import pick_bucket
-from specjax.sampling.grammar_process import await_answers
+from specjax.sampling.grammar_request import Tree, await_answers
 from specjax.scheduling.request import RunningRequest
 from specjax.speculative.round import TargetPass
 from specjax.types import DraftShape, VerifyInput
@@ -29,6 +30,14 @@ class Started:
     tier: DraftShape
     tree: VerifyInput
     passed: TargetPass
+
+    @cached_property
+    def trees(self) -> dict[RunningRequest, Tree]:
+        """The drafts of each row; waits for the device."""
+        tree = self.tree
+        arrays = map(np.asarray, (tree.draft_tokens, tree.parents, tree.num_proposed))
+        nodes = zip(self.rows, *(array.tolist() for array in arrays), strict=False)
+        return {row: (tokens[: 1 + n], parents[: 1 + n]) for row, tokens, parents, n in nodes}
 
 
 def is_constrained(rows: Sequence[RunningRequest]) -> bool:
@@ -44,7 +53,7 @@ class ConstrainedRounds:
         # masks and forced tokens by their shapes (new memory of 2 MB takes 1 ms, filling 0.3 ms),
         # the rows in use, and the last call that reads them
         self._buffers: dict[Any, tuple[np.ndarray, np.ndarray]] = {}
-        self._written: list[int] = []
+        self._written: set[int] = set()
         self._last: jax.Array | None = None
         # rows and tier of the round before, and its drafts for the next one
         self._drafted: tuple[Sequence[RunningRequest], DraftShape, VerifyInput] | None = None
@@ -54,6 +63,11 @@ class ConstrainedRounds:
         """The rows of a started round that take part in its second call."""
         rows = self._started.rows if self._started else ()
         return [row for row in rows if not (row.is_released or row.is_late)]
+
+    def tree(self, row: RunningRequest) -> Tree | None:
+        """The drafts of a row in the started round; ``None`` if it takes no part."""
+        started = self._started
+        return started.trees.get(row) if started is not None and row in started.rows else None
 
     def clear(self) -> None:
         self._started = self._drafted = self._last = None
@@ -79,50 +93,48 @@ class ConstrainedRounds:
         allows no token is finished without one.
         """
         assert self._started is not None
-        (rows, tier), tree = (self._started.rows, self._started.tier), self._started.tree
-        passed, self._started = self._started.passed, None
-        masks, forced = self._limits(rows, tier, tree)
+        masks, forced = self._limits(self._started)
+        started, self._started = self._started, None
+        rows, tier = started.rows, started.tier
         is_live = [not (row.is_released or row.is_late or row.request.is_finished) for row in rows]
         if not any(is_live):
             return rows, None
         slots = [row.slot if live else 0 for row, live in zip(rows, is_live, strict=True)]
-        result, tree = self._runner.finish_round(slots, tier, tree, passed, masks, forced)
+        result, tree = self._runner.finish_round(
+            slots, tier, started.tree, started.passed, masks, forced
+        )
         self._last = result.tokens
         if not any(row.is_late for row in rows):  # it has no drafts for them
             self._drafted = rows, tier, tree
         return rows, result
 
-    def _limits(
-        self, rows: Sequence[RunningRequest], tier: DraftShape, tree: VerifyInput
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def _limits(self, started: Started) -> tuple[np.ndarray, np.ndarray]:
         """Masks i32 ``[bucket, T, V / 32]`` and forced tokens i32 ``[bucket, T, 1 + S]``."""
+        rows, tier = started.rows, started.tier
         batch = pick_bucket(len(rows), self._runner.config.batch_buckets)
         sizes = (batch, tier.nodes, -1), (batch, tier.nodes, 1 + tier.steps)
         if sizes not in self._buffers:
             widths = self._runner.tables.masks.shape[1], 1 + tier.steps
             new = [np.full((batch * tier.nodes, width), -1, np.int32) for width in widths]
-            self._buffers, self._written = {sizes: (new[0], new[1])}, []
+            self._buffers, self._written = {sizes: (new[0], new[1])}, set()
         masks, forced = self._buffers[sizes]
-        jax.block_until_ready(self._last)
-        masks[self._written] = forced[self._written] = -1
-        tokens, parents, counts = map(
-            np.asarray, (tree.draft_tokens, tree.parents, tree.num_proposed)
-        )
-        limited = {}
-        for i, row in enumerate(rows):
-            constraint = row.request.constraint
-            if constraint is None or row.is_released or row.is_late:
-                continue
-            nodes = slice(1 + counts[i])
-            constraint.ask(tokens[i, nodes].tolist(), parents[i, nodes].tolist(), sizes[1][2])
-            limited[i] = constraint
+        limited = {
+            i: constraint
+            for i, row in enumerate(rows)
+            if (constraint := row.request.constraint) and not (row.is_released or row.is_late)
+        }
+        for i, constraint in limited.items():  # most have sent it with the tokens before it
+            constraint.send([], started.trees[rows[i]])
         await_answers(limited.values())
-        self._written = []
+        jax.block_until_ready(self._last)
+        stale, self._written = self._written, set()
         for i, constraint in limited.items():
             if constraint.error:
                 rows[i].request.check_constraint()
             elif not constraint.is_busy:
-                own = slice(i * tier.nodes, (i + 1) * tier.nodes)
-                written = constraint.read(masks[own], forced[own])
-                self._written += [own.start + node for node in written]
+                at = i * tier.nodes
+                count = constraint.read(masks[at:], forced[at:])
+                self._written.update(range(at, at + count))
+        free = sorted(stale - self._written)
+        masks[free] = forced[free] = -1
         return masks.reshape(sizes[0]), forced.reshape(sizes[1])

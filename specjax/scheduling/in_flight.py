@@ -16,7 +16,7 @@ from specjax.adaptive.survival import RoundRecord
 from specjax.metrics import Totals
 from specjax.runtime.runner import Dispatched, ModelRunner
 from specjax.runtime.runner_config import MIN_CHUNK, pick_bucket
-from specjax.sampling.grammar_process import RequestGrammar, await_answers
+from specjax.sampling.grammar_request import RequestGrammar, await_answers
 from specjax.scheduling.constrained import ConstrainedRounds
 from specjax.scheduling.prefill_times import PrefillTimes
 from specjax.scheduling.request import Request, RunningRequest
@@ -230,7 +230,7 @@ class InFlight:
         sent = []
         for row, tokens, _ in readings:
             if (constraint := row.request.constraint) and tokens and not row.is_late:
-                constraint.send(tokens)
+                constraint.send(tokens, self.constrained.tree(row))
                 row.awaits_grammar = True
                 sent.append(constraint)
         await_answers(sent)

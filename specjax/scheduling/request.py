@@ -13,7 +13,7 @@ import numpy as np
 
 from specjax.checks import check_integer, check_number, refused
 from specjax.kv.holding import PageHolding
-from specjax.sampling.grammar_process import RequestGrammar
+from specjax.sampling.grammar_request import RequestGrammar
 from specjax.sampling.params import SamplingParams
 from specjax.text.completion import CompletionText
 from specjax.text.tokenizer import IncrementalDecoder
@@ -314,8 +314,8 @@ class Request:
         left, ends = self.num_left, self.end_token_ids
         tokens = tokens[:left]
         if self.constraint is not None:
-            tokens = tokens[: self.constraint.advance(tokens)]
-            if self.constraint.is_free:
+            tokens = tokens[: self.constraint.answer.num_accepted]
+            if self.constraint.answer.is_free:
                 self.constraint.close()
                 self.constraint = None
         end = None  # index of the first end token
@@ -350,7 +350,7 @@ class Request:
         assert self.constraint is not None
         if self.constraint.error:
             self.finish({"type": "abort", "message": f"grammar: {self.constraint.error}"})
-        elif self.constraint.is_complete:
+        elif self.constraint.answer.is_complete:
             self.finish({"type": "stop", "matched": None})
 
     def _append_reports(

@@ -16,7 +16,7 @@ from specjax.kv.pages import PageAllocator
 from specjax.kv.window_pages import WindowPages
 from specjax.metrics import Totals
 from specjax.runtime.runner import ModelRunner
-from specjax.sampling.grammar_process import await_answers
+from specjax.sampling.grammar_request import await_answers
 from specjax.scheduling.constrained import is_constrained
 from specjax.scheduling.in_flight import InFlight, PromptPiece
 from specjax.scheduling.prompt_source import FirstToken, PromptSource

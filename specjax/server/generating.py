@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Raw
 
 from specjax.engine.requests import LIMITS, has_grammar
-from specjax.sampling.grammar_process import while_waiting
+from specjax.sampling.grammar_check import while_waiting
 from specjax.scheduling.loop import Call
 from specjax.server.answers import Answer
 from specjax.server.exchange import Exchange

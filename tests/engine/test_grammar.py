@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 
 from specjax import Engine, SamplingParams
-from specjax.sampling import grammar_process
+from specjax.sampling import grammar_request
 from specjax.sampling.grammar import Constraint, Thinking
 from specjax.sampling.grammar_compiler import GrammarCompiler
-from specjax.sampling.grammar_process import await_answers
+from specjax.sampling.grammar_request import await_answers
 from specjax.testing import Files
 from specjax.testing.dense import Job, dense_decode, dense_logits
 from specjax.testing.files import CONFIG, EOS_ID, LETTERS
@@ -76,12 +76,13 @@ def constraint_of(engine: Engine, grammar: dict[str, Any]) -> Constraint:
 
 def fill(
     constraint: Constraint, tokens: Sequence[int], parents: Sequence[int], steps: int = 3
-) -> tuple[np.ndarray, np.ndarray, list[int]]:
-    """Masks of a tree's nodes, its forced tokens, and the nodes that are limited."""
+) -> tuple[np.ndarray, np.ndarray]:
+    """Masks of a tree's nodes, and its forced tokens, in memory that was used before."""
     words = -(-CONFIG.vocab_size // 32)
-    masks = np.full((len(tokens), words), -1, np.int32)
-    forced = np.full((len(tokens), 1 + steps), -1, np.int32)
-    return masks, forced, constraint.fill(tokens, parents, masks, forced)
+    masks = np.full((len(tokens), words), 5, np.int32)
+    forced = np.full((len(tokens), 1 + steps), 5, np.int32)
+    constraint.fill(tokens, parents, masks, forced)
+    return masks, forced
 
 
 def allowed_by(engine: Engine, grammar: dict[str, Any]) -> Any:
@@ -352,9 +353,8 @@ def test_drafts_use_up_no_limit_of_the_text(engine: Engine) -> None:
     while not num_replays and count < 2000:
         count += 1
         tokens = [0, letters[1], *(rng.choice(letters) for _ in range(60))]
-        masks, _, written = fill(drafted, tokens, range(-1, 61))
+        masks, _ = fill(drafted, tokens, range(-1, 61))
         assert not drafted.error
-        assert (np.delete(masks, written, axis=0) == -1).all()
         np.testing.assert_array_equal(masks[0], constraint_of(engine, grammar).mask())
     assert num_replays
     fresh = constraint_of(engine, grammar)
@@ -369,7 +369,7 @@ def test_siblings_have_their_own_masks(engine: Engine) -> None:
     """Grammars with ``max_tokens`` support no rollback."""
     grammar = {"ebnf": 'start: a b\na[max_tokens=3]: /[a-z]*/\nb: "0" /[a-z]{5}/'}
     tokens, parents = [0, 3, 4, 5, 6], [-1, 0, 0, 0, 2]
-    masks, *_ = fill(constraint_of(engine, grammar), tokens, parents)
+    masks, _ = fill(constraint_of(engine, grammar), tokens, parents)
     for node, path in enumerate([[], [3], [4], [5], [4, 6]]):
         fresh = constraint_of(engine, grammar)
         assert fresh.advance(path) == len(path)
@@ -382,7 +382,7 @@ def test_late_masks_change_no_text(engine: Engine, monkeypatch: pytest.MonkeyPat
     params = [*jobs()[1::4], {"max_new_tokens": 30, "temperature": 0.9, "sampling_seed": 99}]
     inputs = {"input_ids": [PROMPT] * len(params), "sampling_params": params}
     expected = [output["output_ids"] for output in engine.generate(**inputs)]
-    monkeypatch.setattr(grammar_process, "PATIENCE", 0.0)
+    monkeypatch.setattr(grammar_request, "PATIENCE", 0.0)
     assert [output["output_ids"] for output in engine.generate(**inputs)] == expected
 
 
@@ -395,8 +395,8 @@ def test_the_end_of_a_process_ends_its_request_only(engine: Engine) -> None:
         if not part["index"] and len(part["output_ids"]) < 20:
             grammars = engine._factory._grammars
             assert grammars is not None
-            for number in list(grammars._processes):
-                grammars.end(number)
+            for process in list(grammars.processes._processes.values()):
+                process.end()
         if part["meta_info"]["finish_reason"]:
             ends[part["index"]] = part
     assert ends[0]["meta_info"]["finish_reason"]["type"] == "abort"
@@ -410,7 +410,7 @@ def test_a_grammar_may_begin_after_a_token(engine: Engine) -> None:
     tokens, parents = [0, 7, 50, 0, 9, 50], [-1, 0, 1, 2, 1, 2]
     made = compiler.compile("regex", "[ab]c", Thinking(after))
     assert (made.mask() == -1).all()
-    masks, forced, _ = fill(made, tokens, parents)
+    masks, forced = fill(made, tokens, parents)
     assert [(mask == -1).all() for mask in masks] == [True, True, False, False, True, True]
     fresh = compiler.compile("regex", "[ab]c")
     np.testing.assert_array_equal(masks[2], fresh.mask())
@@ -432,7 +432,7 @@ def test_a_budget_ends_the_reasoning(engine: Engine, grammar: str | None) -> Non
     made = make()
     assert made.advance([7]) == 1
     tokens, parents = [7, 8, 9, 50, 0, 4], [-1, 0, 1, 2, 3, 2]
-    masks, forced, _ = fill(made, tokens, parents)
+    masks, forced = fill(made, tokens, parents)
     bits = np.unpackbits(masks.view(np.uint8), bitorder="little").reshape(6, -1)
     assert (masks[[0, 1, 5]] == -1).all()
     assert np.flatnonzero(bits[2]).tolist() == [50]
@@ -449,7 +449,7 @@ def test_a_budget_ends_the_reasoning(engine: Engine, grammar: str | None) -> Non
     for begin, free in (([60], False), ([70, 70, 60], False), ([61], True), ([70, 61], True)):
         made = compiler.compile(None, "", Thinking(50, 60, 0, frozenset([70])))
         assert (made.mask() == -1).all()
-        masks, *_ = fill(made, [5, *begin], range(-1, len(begin)))
+        masks, _ = fill(made, [5, *begin], range(-1, len(begin)))
         made.advance(begin)
         assert (made.mask() == -1).all() == free
         assert ((masks == -1).all(axis=1) == ([True] * len(begin) + [free])).all()
@@ -472,7 +472,7 @@ def test_rules_may_be_nested_deeply(engine: Engine) -> None:
         ids = np.flatnonzero(np.unpackbits(request.mask.view(np.uint8), bitorder="little"))
         request.send(ids[-1:].tolist())
         await_answers([request], 10)
-        assert request.advance(ids[-1:].tolist()) == 1
+        assert request.answer.num_accepted == 1
         assert request.prepare(ids[-1:].tolist(), 10)
         assert request.mask.any()
         request.close()

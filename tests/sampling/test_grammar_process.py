@@ -10,16 +10,12 @@ import numpy as np
 import pytest
 
 from specjax.checks import ParameterError
-from specjax.sampling import grammar_compiler, grammar_process
+from specjax.sampling import grammar_check, grammar_compiler, grammar_process
 from specjax.sampling.grammar import Constraint
+from specjax.sampling.grammar_check import CallerLeftError, Grammars, while_waiting
 from specjax.sampling.grammar_compiler import GrammarCompiler
-from specjax.sampling.grammar_process import (
-    CallerLeftError,
-    Grammars,
-    RequestGrammar,
-    await_answers,
-    while_waiting,
-)
+from specjax.sampling.grammar_process import GrammarProcesses
+from specjax.sampling.grammar_request import RequestGrammar, await_answers
 from specjax.testing.files import EOS_ID, LETTERS, letter_tokenizer
 
 TOKENIZER = letter_tokenizer()
@@ -31,26 +27,31 @@ HOSTILE = {
 }
 
 
+def make_grammars(num_slots: int) -> Grammars:
+    size, text = TOKENIZER.vocab_size, TOKENIZER.backend.to_str()
+    options = {"num_slots": num_slots, "nodes": 4, "width": 4}
+    return Grammars(GrammarProcesses(text, size, [EOS_ID], spaces=True, **options))
+
+
 @pytest.fixture(scope="module")
 def grammars() -> Grammars:
-    size, text = TOKENIZER.vocab_size, TOKENIZER.backend.to_str()
-    return Grammars(text, size, [EOS_ID], spaces=True, num_slots=2, nodes=4, width=4)
+    return make_grammars(num_slots=2)
 
 
 @pytest.fixture
 def short_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammar_process, "LANES", ((2, 0.1, 10), (1, 0.3, 19)))
+    monkeypatch.setattr(grammar_check, "LANES", ((2, 0.1, 10), (1, 0.3, 19)))
 
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left(grammars: Grammars) -> Iterator[None]:
     yield
-    deadline = time.monotonic() + 10
-    while len(grammars._free) + len(grammars._idle) < 3 * 2 + grammar_process.SPARE:
+    deadline, processes = time.monotonic() + 10, grammars.processes
+    while len(processes._free) + len(processes._idle) < 3 * 2 + grammar_process.SPARE:
         assert time.monotonic() < deadline
-        assert len(grammars._processes) == len(grammars._idle)
+        assert len(processes._processes) == len(processes._idle)
         time.sleep(0.01)
-        grammars._collect()
+        processes._collect()
 
 
 def ids_of(text: str) -> list[int]:
@@ -64,7 +65,7 @@ def letters_of(mask: np.ndarray | None) -> set[str]:
 
 
 def masks_of(request: RequestGrammar, tokens: list[int], parents: list[int]) -> list[set[str]]:
-    request.ask(tokens, parents, 4)
+    request.send([], (tokens, parents))
     await_answers([request], 10)
     words = -(-TOKENIZER.vocab_size // 32)
     masks, forced = np.full((4, words), -1, np.int32), np.full((4, 4), -1, np.int32)
@@ -108,12 +109,12 @@ def test_hostile_grammars_do_not_keep_others_waiting(grammars: Grammars) -> None
 
 def test_work_ends_when_its_caller_leaves(grammars: Grammars) -> None:
     with while_waiting():
-        left = grammar_process._caller_left.get()
+        left = grammar_check._caller_left.get()
         assert left is not None
         left.set()
         with pytest.raises(CallerLeftError):
             grammars.check(*HOSTILE["closures"])
-    assert len(grammars._processes) == len(grammars._idle)
+    assert len(grammars.processes._processes) == len(grammars.processes._idle)
 
 
 def test_a_request_follows_its_text(grammars: Grammars) -> None:
@@ -122,15 +123,15 @@ def test_a_request_follows_its_text(grammars: Grammars) -> None:
     assert letters_of(request.mask) == {"a"}
     request.send(ids_of("a"))
     await_answers([request], 10)
-    assert request.advance(ids_of("a")) == 1
+    assert request.answer.num_accepted == 1
     tree = ids_of("abce"), [-1, 0, 0, 2]
     expected = [{"b", "c"}, {"d", "e"}, {"d", "e"}, {"f"}]
     assert masks_of(request, *tree) == expected
     assert masks_of(request, *tree) == expected  # without another question
     request.send(ids_of("bdz"))
     await_answers([request], 10)
-    assert request.advance(ids_of("bdz")) == 2
-    assert request.is_complete
+    assert request.answer.num_accepted == 2
+    assert request.answer.is_complete
     request.close()
 
 
@@ -149,23 +150,51 @@ def test_a_process_that_has_ended_is_replaced(grammars: Grammars) -> None:
     second.close()
     process = first._process
     assert process is not None
-    grammars.end(process._number)
+    process.end()
     first.send(ids_of("d"))
     await_answers([first], 10)
     assert "CPU seconds" in first.error
-    assert first.advance(ids_of("d")) == 0
+    assert first.answer.num_accepted == 0
     assert first.prepare([], 0)
     first.close()
 
 
-@pytest.mark.slow
-def test_the_program_is_started_again(grammars: Grammars) -> None:
-    program = grammars._program
+def test_the_program_is_started_again(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Meanwhile, requests wait, and the engine's thread does not; a failed start ends some."""
+    processes, waits, failures = grammars.processes, threading.Event(), ["no memory"]
+    program, launch = processes._program, processes._launch
+
+    def start() -> str:
+        waits.wait(10)
+        return failures.pop() if failures else launch()
+
+    monkeypatch.setattr(processes, "_launch", start)
+    grammar = grammars.check("regex", "[ab]d")
+    requests = [grammar.request() for _ in range(3)]
+    for request in requests:
+        request.close()
     program.kill()
     program.wait()
-    for i in range(2 * grammar_process.NUM_IDLE):  # idle processes do not need it
-        assert letters_of(grammars.check("regex", f"[ab]d{{{i}}}").mask) == {"a", "b"}
-    assert grammars._program is not program
+    for process in processes._idle.copy():
+        process.end()
+        assert process.has_answer(10)
+    for _ in range(2):
+        assert not requests[0].prepare([], 0)
+        assert not requests[0].error
+    assert processes._is_starting
+    waits.set()
+    for request in requests[:2]:
+        while not request.prepare([], 0.01):
+            time.sleep(0.01)
+    assert "no memory" in requests[0].error
+    while processes._failure:
+        time.sleep(0.01)
+    while not requests[2].prepare([], 0.01):
+        time.sleep(0.01)
+    assert letters_of(requests[2].mask) == {"a", "b"}
+    assert processes._program is not program
+    for request in requests:
+        request.close()
 
 
 @pytest.mark.slow
@@ -226,7 +255,7 @@ def test_a_grammar_that_was_checked_needs_no_other_check(
 @pytest.mark.usefixtures("short_lanes")
 def test_few_slow_grammars_wait(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
     """They hold threads that others need."""
-    monkeypatch.setattr(grammar_process, "MAX_SLOW", 0)
+    monkeypatch.setattr(grammar_check, "MAX_SLOW", 0)
     with pytest.raises(ParameterError, match="retry later"):
         grammars.check(*HOSTILE["closures"])
     assert letters_of(grammars.check("regex", "[ab]e").mask) == {"a", "b"}
@@ -241,16 +270,15 @@ def test_a_program_that_cannot_start_ends_its_requests_only(
         raise FileNotFoundError("no interpreter")
 
     request.close()
-    monkeypatch.setattr(grammars, "start", fail)
+    monkeypatch.setattr(grammars.processes, "start", fail)
     assert request.prepare([], 0)
     assert "no interpreter" in request.error
 
 
 def test_a_closed_program_stays_closed() -> None:
-    size, text = TOKENIZER.vocab_size, TOKENIZER.backend.to_str()
-    closed = Grammars(text, size, [EOS_ID], spaces=True, num_slots=1, nodes=4, width=4)
+    closed = make_grammars(num_slots=1)
     assert letters_of(closed.check("regex", "[ab]c").mask) == {"a", "b"}
-    closed.close()
+    closed.processes.close()
     with pytest.raises(ValueError, match="closed"):
         closed.check("regex", "[ab]cc")
-    assert closed._program.poll() is not None
+    assert closed.processes._program.poll() is not None

@@ -1,0 +1,133 @@
+"""Checks of grammars, which compile them; also the callers that wait for a check and may leave."""
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import numpy as np
+
+from specjax.checks import ParameterError, short
+from specjax.sampling.grammar import Thinking
+from specjax.sampling.grammar_process import DIED, MAX_SECONDS, GrammarProcesses
+from specjax.sampling.grammar_request import Grammar
+
+MAX_CHARACTERS = 2**16
+# Lanes in which new grammars are compiled: processes at once, CPU seconds, niceness. A grammar that
+# is too slow for the first lane starts again in the second one. Of 5,000 random grammars, each took
+# 0.03 s or less.
+LANES = ((2, 0.25, 10), (1, MAX_SECONDS, 19))
+MAX_SLOW = 8  # checks in the second lane
+# Grammars of the first lane that need no other check, because clients send the same one again.
+NUM_CHECKED = 64
+
+_caller_left: ContextVar[threading.Event | None] = ContextVar("caller_left", default=None)
+
+
+@contextmanager
+def while_waiting() -> Iterator[None]:
+    """In this block, and in threads with a copy of its context, a caller waits for grammars.
+
+    If the block ends before a grammar is checked, the work on it ends too.
+    """
+    left = threading.Event()
+    token = _caller_left.set(left)
+    try:
+        yield
+    finally:
+        left.set()
+        _caller_left.reset(token)
+
+
+class CallerLeftError(Exception):
+    """The caller that waited for a grammar has left."""
+
+
+class Grammars:
+    """Checks grammars, and makes those of requests; for any thread."""
+
+    def __init__(self, processes: GrammarProcesses) -> None:
+        self.processes = processes
+        self._lock = threading.Lock()
+        self._checked = OrderedDict[Any, np.ndarray]()  # masks by grammar, the last used one last
+        self._lanes = [threading.BoundedSemaphore(size) for size, *_ in LANES]
+        self._num_slow = 0  # checks in the second lane, which is the last one
+
+    def check(self, kind: str | None, text: str, thinking: Thinking | None = None) -> Grammar:
+        """Compile a grammar. Raises ParameterError with the library's reason.
+
+        ``kind`` is the name of the sampling parameter; without one, only the reasoning is limited.
+        """
+        if len(text) > MAX_CHARACTERS:
+            message = f"{kind} has {len(text)} characters; at most {MAX_CHARACTERS} are supported"
+            raise ParameterError(message, param=kind, limit=MAX_CHARACTERS)
+        job: dict[str, Any] = {"kind": kind, "text": text}
+        job["thinking"] = thinking and [*thinking[:3], [*thinking[3]]]
+        job |= {"seconds": LANES[-1][1], "niceness": 0}  # if a process compiles it after the check
+        key = kind, text, thinking
+        with self._lock:
+            if (mask := self._checked.pop(key, None)) is not None:
+                self._checked[key] = mask
+                return Grammar(self.processes, job, mask)
+        error = f"{kind}={short(text)}: {DIED}"
+        for lane, (_, seconds, niceness) in zip(self._lanes, LANES, strict=True):
+            with self._turn(lane):
+                limits = {"seconds": seconds, "niceness": niceness, "tokens": []}
+                while (process := self.processes.start(job | limits)) is None:
+                    if self.processes.is_closed:
+                        raise ValueError("the engine is closed")
+                    _check_caller()
+                    time.sleep(0.01)
+                is_kept = False
+                try:
+                    while not process.has_answer(0.05):
+                        _check_caller()
+                    if answer := process.receive().error:
+                        error = answer
+                        break
+                    mask, is_kept = process.masks[0].copy(), self.processes.has_room
+                    if lane is self._lanes[-1]:
+                        job |= {"niceness": niceness}
+                    else:
+                        self._remember(key, mask)
+                    return Grammar(self.processes, job, mask, process if is_kept else None)
+                except (EOFError, OSError):
+                    continue
+                finally:
+                    if not is_kept:
+                        process.end()
+        raise ParameterError(error, param=kind)
+
+    @contextmanager
+    def _turn(self, lane: threading.BoundedSemaphore) -> Iterator[None]:
+        """Wait for a place in a lane; few may wait for the second one, as they hold threads."""
+        is_slow = lane is self._lanes[-1]
+        with self._lock:
+            self._num_slow += is_slow
+        try:
+            if self._num_slow > MAX_SLOW:
+                raise ParameterError(f"{MAX_SLOW} slow grammars are being compiled; retry later")
+            while not lane.acquire(timeout=0.05):
+                _check_caller()
+            try:
+                yield
+            finally:
+                lane.release()
+        finally:
+            with self._lock:
+                self._num_slow -= is_slow
+
+    def _remember(self, key: Any, mask: np.ndarray) -> None:
+        with self._lock:
+            self._checked[key] = mask
+            if len(self._checked) > NUM_CHECKED:
+                self._checked.popitem(last=False)
+
+
+def _check_caller() -> None:
+    left = _caller_left.get()
+    if left is not None and left.is_set():
+        raise CallerLeftError

@@ -1,0 +1,171 @@
+"""Grammars of requests, for the engine's thread.
+
+It tells a :class:`RequestGrammar` the tokens of its text and the drafts, and reads masks from the
+memory of its process. It waits for an answer for at most ``PATIENCE``. A request whose answer is
+late takes no part in rounds until the answer has come.
+"""
+
+import sys
+import time
+from array import array
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import numpy as np
+
+from specjax.sampling.grammar_process import DIED, Answer, GrammarProcesses, Process
+
+# Seconds that a round waits for masks, after which it goes on without the request.
+PATIENCE = 0.025
+
+
+# tokens of the nodes, the root first, which is the last token of the text; and their parents
+Tree = tuple[list[int], list[int]]
+ROOT: Tree = [0], [-1]  # for the mask of the text only
+
+
+class Grammar:
+    """A grammar that has been checked, for one request or several samples."""
+
+    def __init__(
+        self,
+        processes: GrammarProcesses,
+        job: dict[str, Any],
+        mask: np.ndarray,
+        process: Process | None = None,
+    ) -> None:
+        self.processes, self.job, self.mask = processes, job, mask
+        self._process = process
+
+    def request(self) -> "RequestGrammar":
+        """The grammar of a new request; the first one gets the process of the check."""
+        request = RequestGrammar(self, self._process)
+        if self._process is None and self.processes.has_room and not self.job["niceness"]:
+            request.start([])
+        self._process = None
+        return request
+
+    def __del__(self) -> None:
+        if self._process is not None and not sys.is_finalizing():
+            self._process.end()
+
+
+class RequestGrammar:
+    """The grammar of one request, which another process follows; for the engine's thread.
+
+    Attributes:
+        answer: what the process said last about the text.
+        is_busy: an answer is awaited.
+        is_slow: its work needs so much CPU time that rounds do not wait for it.
+        mask: i32 ``[V / 32]`` of the text; ``None`` if it is not known.
+    """
+
+    def __init__(self, grammar: Grammar, process: Process | None) -> None:
+        self._grammar, self._process = grammar, process
+        self.mask: np.ndarray | None = grammar.mask
+        self.answer = Answer(0, False, False, False, "")
+        self.is_busy = self.is_slow = False
+        self._tree: Tree | None = None  # the process has its masks
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():
+            self.close()
+
+    @property
+    def error(self) -> str:
+        """Why the text cannot be continued."""
+        return self.answer.error
+
+    def close(self) -> None:
+        if self._process is not None:
+            self._process.end()
+            self._process = self.mask = None
+            self.is_busy = False
+
+    def has_answer(self, seconds: float) -> bool:
+        assert self._process is not None
+        return self._process.has_answer(seconds)
+
+    def start(self, text: Sequence[int]) -> None:
+        """Start a process that follows ``text``, if there may be another one."""
+        try:
+            self._process = self._grammar.processes.start(self._grammar.job | {"tokens": [*text]})
+        except Exception as error:  # it must end no other request
+            self._fail(f"its process cannot be started: {error}")
+        self.is_busy = self.is_slow = self._process is not None
+        self._tree = ROOT
+
+    def prepare(self, text: Sequence[int], seconds: float = 0.0) -> bool:
+        """Return whether a process follows ``text`` and ``mask`` is known, or the grammar failed.
+
+        Call this until it returns ``True``, before the text is continued; it waits for ``seconds``.
+        """
+        if self._process is None:
+            self.start(text)
+        elif self.mask is None and not self.is_busy:
+            self.send([], ROOT)
+        if self.mask is None:
+            await_answers([self], seconds)
+        if self.mask is None and self._process is not None and not (self.is_busy or self.error):
+            self.mask = self._process.masks[0].copy()
+        return bool(self.error) or (self._process is not None and self.mask is not None)
+
+    def send(self, tokens: Sequence[int], tree: Tree | None = None) -> None:
+        """Add tokens to the text, and request the masks of the drafts after it, if any.
+
+        ``answer`` will have the number of tokens that the grammar accepts. After a forbidden token,
+        and after a complete text, no mask is written. If there is nothing new, nothing is sent.
+        """
+        if not tokens and tree == self._tree:
+            return
+        self._tree = tree
+        if tokens:
+            self.mask = None
+        if self._process is None:
+            self._fail(self.error or "its process has ended")
+            return
+        nodes, parents = tree or ([], [])
+        message = array("i", [len(tokens), *tokens, *nodes, *parents])
+        try:
+            self._process.connection.send_bytes(message)
+            self.is_busy = True
+        except OSError:
+            self._fail(DIED)
+
+    def read(self, masks: np.ndarray, forced: np.ndarray) -> int:
+        """Copy the masks and forced tokens of the tree to the first rows; return their number."""
+        if self._process is None or self._tree is None:
+            return 0
+        count = len(self._tree[0])
+        masks[:count] = self._process.masks[:count]
+        forced[:count] = self._process.forced[:count, : forced.shape[1]]
+        return count
+
+    def receive(self) -> None:
+        """Take the answer, which must be there; or find that the process has ended."""
+        assert self._process is not None
+        try:
+            self.answer, self.is_busy = self._process.receive(), False
+        except (EOFError, OSError):
+            self._fail(DIED)
+        else:
+            self.is_slow = self.answer.is_slow
+
+    def _fail(self, reason: str) -> None:
+        self.close()
+        self.answer = Answer(0, False, False, False, reason)
+
+
+def await_answers(grammars: Collection[RequestGrammar], seconds: float | None = None) -> None:
+    """Take the answers that come within ``seconds``; grammars without one stay busy.
+
+    Default: within ``PATIENCE``, but slow grammars are not awaited.
+    """
+    deadline = time.monotonic() + (PATIENCE if seconds is None else seconds)
+    busy = [each for each in grammars if each.is_busy]
+    for each in sorted(busy, key=lambda grammar: grammar.is_slow):
+        is_awaited = seconds is not None or not each.is_slow
+        if each.has_answer(deadline - time.monotonic() if is_awaited else 0.0):
+            each.receive()
+        else:
+            each.is_slow = True
