@@ -1,7 +1,8 @@
 """The scheduler: admission, prefill, rounds and preemption (retraction).
 
-Callers take turns, and each caller's requests start in the order of their arrival. A preempted
-request returns to the head of the queue, so the request that started first always advances.
+Callers take turns, and each caller's requests start in the order of their arrival, except that
+others pass a request whose grammar is late. A preempted request returns to the head of the queue,
+so the request that started first always advances.
 """
 
 import logging
@@ -16,7 +17,7 @@ from specjax.kv.pages import PageAllocator
 from specjax.kv.window_pages import WindowPages
 from specjax.metrics import Totals
 from specjax.runtime.runner import ModelRunner
-from specjax.sampling.grammar_request import await_answers
+from specjax.sampling.grammar_request import RequestGrammar, await_answers
 from specjax.scheduling.constrained import is_constrained
 from specjax.scheduling.in_flight import InFlight, PromptPiece
 from specjax.scheduling.prompt_source import FirstToken, PromptSource
@@ -32,6 +33,7 @@ MAX_SLEEP = 3600.0  # seconds, because the timeout of a queue has a limit
 # the first token on: 64 prompts of 1,024 take 1.5 s, with rounds 2.1 s (Llama-3.1-8B shape, H200).
 MAX_BURST = 1.5
 LATE_SECONDS = 0.01  # wait for late grammars if nothing else is left to do
+MAX_LATE = 16  # waiting requests whose grammars are prepared while others start before them
 
 
 class QueueFullError(RuntimeError):
@@ -337,17 +339,14 @@ class Scheduler:
         return row
 
     def _admit(self, capacity: Capacity) -> RunningRequest | None:
-        """Give the next waiting request a slot and pages, if both are free."""
+        """Give the next request that can start a slot and pages, if both are free."""
         if not self._waiting or not self._free_slots or self._blocked_steps:
             return None
-        request = self._waiting.first
-        if request.constraint is not None:
-            seconds = 0.0 if self._running else LATE_SECONDS
-            if not request.constraint.prepare(request.output_ids, seconds):
-                return None
-            if request.constraint.error:
-                self.abort(request, f"grammar: {request.constraint.error}")
-                return None
+        if (request := self._next_ready()) is None:
+            return None
+        if request.constraint is not None and request.constraint.error:
+            self.abort(request, f"grammar: {request.constraint.error}")
+            return None
         row = RunningRequest(
             request=request,
             slot=self._free_slots[-1],
@@ -360,7 +359,7 @@ class Scheduler:
             return None
         # from here on, the request counts as running, even if the runner raises an error
         self._running.append(row)
-        self._waiting.popleft()
+        self._waiting.take(request)
         self._free_slots.pop()
         queue_seconds = None
         if request.admitted_time is None:
@@ -385,6 +384,23 @@ class Scheduler:
             return None
         self._runner.set_pages(row.slot, row.pages)
         return row
+
+    def _next_ready(self) -> Request | None:
+        """The next waiting request whose grammar, if any, is ready; earlier ones wait."""
+        late: list[RequestGrammar] = []
+        for request in self._waiting:
+            if (constraint := request.constraint) is None:
+                return request
+            if len(late) < MAX_LATE:
+                if constraint.prepare(request.output_ids):
+                    return request
+                late.append(constraint)
+        if not self._running:
+            if any(constraint.is_busy for constraint in late):
+                await_answers(late, LATE_SECONDS)
+            else:  # too many processes run, or their program is starting
+                time.sleep(LATE_SECONDS)
+        return None
 
     def _dispatch_round(self) -> list[RunningRequest]:
         """Dispatch a round, or parts of one or two; return their rows.

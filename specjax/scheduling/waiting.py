@@ -2,7 +2,7 @@
 
 from collections import OrderedDict, deque
 from collections.abc import Hashable, Iterator
-from itertools import chain
+from itertools import islice
 
 from specjax.scheduling.request import Request
 
@@ -13,7 +13,8 @@ class FairQueue:
     """Requests in the order in which they start: round robin between callers, FIFO in each.
 
     A caller waits for at most one request of every other caller before its next request starts.
-    Preempted requests come first. Any thread may call ``len``.
+    Preempted requests come first. A request that cannot start yet keeps its position, and others
+    may be taken before it. Any thread may call ``len``.
     """
 
     def __init__(self) -> None:
@@ -28,13 +29,12 @@ class FairQueue:
         return request in self._callers
 
     def __iter__(self) -> Iterator[Request]:
-        """Iterate over all requests, caller by caller."""
-        return chain.from_iterable(self._queues.values())
-
-    @property
-    def first(self) -> Request:
-        """The request that :meth:`popleft` removes next."""
-        return next(iter(self))
+        """Iterate over preempted requests, the next one of each caller in turn, and all others."""
+        preempted = self._queues.get(PREEMPTED, ())
+        yield from preempted
+        yield from (queue[0] for queue in self._queues.values() if queue is not preempted)
+        for queue in self._queues.values():
+            yield from () if queue is preempted else islice(queue, 1, None)
 
     def append(self, request: Request, caller: Hashable = None) -> None:
         self._callers[request] = caller
@@ -46,12 +46,11 @@ class FairQueue:
         self._queues.setdefault(PREEMPTED, deque()).appendleft(request)
         self._queues.move_to_end(PREEMPTED, last=False)
 
-    def popleft(self) -> Request:
-        request = self.first
+    def take(self, request: Request) -> None:
+        """Remove a request that starts; then all other callers have their turn before its own."""
         if (caller := self._callers[request]) is not PREEMPTED:
             self._queues.move_to_end(caller)
         self.remove(request)
-        return request
 
     def remove(self, request: Request) -> None:
         queue = self._queues[caller := self._callers.pop(request)]

@@ -31,8 +31,8 @@ def test_callers_take_turns_and_nothing_is_lost(operations) -> None:
             queue.append(request, number)
             waiting[number].append(request)
         elif operation == "p" and len(queue):  # starts
-            first = queue.first
-            assert queue.popleft() is first
+            first = next(iter(queue))
+            queue.take(first)
             assert first not in queue
             if preempted:
                 assert first is preempted.popleft()
@@ -64,12 +64,18 @@ def test_callers_take_turns_and_nothing_is_lost(operations) -> None:
         assert [request in queue for request in REQUESTS] == [r in expected for r in REQUESTS]
 
 
+def start(queue: FairQueue) -> Request:
+    request = next(iter(queue))
+    queue.take(request)
+    return request
+
+
 def test_one_caller_is_served_in_order() -> None:
     queue = FairQueue()
     for request in REQUESTS:
         queue.append(request)
     assert list(queue) == REQUESTS
-    assert [queue.popleft() for _ in REQUESTS] == REQUESTS
+    assert [start(queue) for _ in REQUESTS] == REQUESTS
 
 
 def test_preempted_requests_come_first() -> None:
@@ -78,7 +84,7 @@ def test_preempted_requests_come_first() -> None:
         queue.append(request, request.rid)
     queue.appendleft(REQUESTS[1])
     queue.appendleft(REQUESTS[0])
-    assert [queue.popleft() for _ in range(6)] == REQUESTS[:6]
+    assert [start(queue) for _ in range(6)] == REQUESTS[:6]
 
 
 def test_a_batch_counts_as_its_parts() -> None:
@@ -87,5 +93,18 @@ def test_a_batch_counts_as_its_parts() -> None:
         queue.append(request, "batch")
     for request in REQUESTS[30:33]:
         queue.append(request, request.rid)
-    order = [int(queue.popleft().rid) for _ in range(6)]
+    order = [int(start(queue).rid) for _ in range(6)]
     assert order == [0, 30, 31, 32, 1, 2]
+
+
+def test_a_request_that_was_passed_over_keeps_its_turn() -> None:
+    """Its caller's later request counts as a turn; then the others have theirs."""
+    queue = FairQueue()
+    for i, caller in enumerate("aaabbc"):
+        queue.append(REQUESTS[i], caller)
+    queue.appendleft(REQUESTS[6])
+    assert [int(request.rid) for request in queue] == [6, 0, 3, 5, 1, 2, 4]
+    queue.take(REQUESTS[1])
+    assert [int(request.rid) for request in queue] == [6, 3, 5, 0, 4, 2]
+    queue.take(REQUESTS[3])
+    assert [int(start(queue).rid) for _ in range(5)] == [6, 5, 0, 4, 2]
