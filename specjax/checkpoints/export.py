@@ -75,7 +75,7 @@ def export_draft(
         ValueError: if files would be read back as another draft, or weights do not fit.
     """
     check_integer("max_shard_bytes", max_shard_bytes, 1)
-    recipes, text = _published_draft(config)
+    recipes, text = _published_draft(Path(path), config)
     if isinstance(config, BlockConfig):
         weights = {name: weights[name] for name in weights if not name.startswith("context.")}
     tensors = published_tensors(config, recipes, weights)
@@ -146,7 +146,7 @@ def export_fp8(
 
 def write_zeros(directory: Path, config: DraftConfig | BlockConfig) -> None:
     """Write a draft whose weights are all zero, in a sparse file that takes no space on disk."""
-    recipes, text = _published_draft(config)
+    recipes, text = _published_draft(directory, config)
     header, end = {}, 0
     for part in (part for recipe in recipes.values() for part in recipe.parts):
         start, end = end, end + 2 * math.prod(part.shape)
@@ -160,7 +160,7 @@ def write_zeros(directory: Path, config: DraftConfig | BlockConfig) -> None:
         file.truncate(file.tell() + end)
 
 
-def _published_draft(config: DraftConfig | BlockConfig) -> tuple[Recipes, str]:
+def _published_draft(path: Path, config: DraftConfig | BlockConfig) -> tuple[Recipes, str]:
     """Return the recipes of the tensors to write, and the text of ``config.json``."""
     if isinstance(config, BlockConfig):
         recipes, body = FlatModel.of(partial(BlockDraft, config)).recipes, _published_block(config)
@@ -172,11 +172,13 @@ def _published_draft(config: DraftConfig | BlockConfig) -> tuple[Recipes, str]:
             f"checkpoint_format={config.checkpoint_format!r} must be 'eagle-3' to be exported"
         )
     text = json.dumps(body, indent=2) + "\n"
-    _check_read_back(config, text, recipes)
+    _check_read_back(path, config, text, recipes)
     return recipes, text
 
 
-def _check_read_back(config: DraftConfig | BlockConfig, text: str, recipes: Recipes) -> None:
+def _check_read_back(
+    output: Path, config: DraftConfig | BlockConfig, text: str, recipes: Recipes
+) -> None:
     """Raise ValueError if ``config.json`` with this text would be read as another configuration."""
     layers = {"num_layers": max(1, *(layer + 1 for layer in config.feature_layers))}
     sizes = {"hidden_size": config.target_hidden_size, "max_position_embeddings": 1} | layers
@@ -188,7 +190,12 @@ def _check_read_back(config: DraftConfig | BlockConfig, text: str, recipes: Reci
         parts = [part for recipe in recipes.values() for part in recipe.parts]
         infos = {part.name: TensorInfo(part.shape, path, config.dtype) for part in parts}
         source = TensorSource(path, infos, lambda name: np.empty(infos[name].shape))
-        found = block_config(path, source, pair) if is_block else draft_config(path, source, target)
+        try:
+            read, model = (block_config, pair) if is_block else (draft_config, target)
+            found: Any = read(path, source, model)
+        except ValueError as error:
+            error.args = (str(error).replace(folder, str(output)),)
+            raise
     for name, value in vars(config).items():
         if name != "checkpoint_format" and (other := getattr(found, name)) != value:
             raise ValueError(f"cannot export {name}={value!r}: it would be read back as {other!r}")

@@ -422,6 +422,13 @@ def test_only_what_the_format_expresses_is_exported(
     assert not list(tmp_path.iterdir())
 
 
+def test_a_refused_export_names_its_output(tmp_path: Path) -> None:
+    path = tmp_path / "draft"
+    with pytest.raises(ValueError, match=re.escape(f"{path}/config.json: hidden_act='foo'")):
+        export_draft(path, dataclasses.replace(DFLASH, activation="foo"), {})
+    assert not path.exists()
+
+
 WRONG: tuple[tuple[dict[str, Any], str], ...] = (
     ({"windows": (1,)}, r"windows=\(1,\) must have one value for each"),
     ({"feature_layers": ()}, "needs feature_layers"),
