@@ -149,9 +149,9 @@ def has_grammar(params: Any) -> bool:
 def make_grammars(plan: EnginePlan, tokenizer: Tokenizer | None) -> Grammars:
     args, config = plan.args, plan.target.config
     processes = GrammarProcesses(
-        _need_tokenizer(tokenizer, "grammar_backend").backend.to_str(),
-        config.vocab_size,
-        config.eos_token_ids,
+        tokenizer=_need_tokenizer(tokenizer, "grammar_backend").backend.to_str(),
+        vocab_size=config.vocab_size,
+        end_token_ids=config.eos_token_ids,
         spaces=not args.constrained_json_disable_any_whitespace,
         num_slots=plan.config.num_slots,
         nodes=max(shape.nodes for shape in plan.config.shapes),

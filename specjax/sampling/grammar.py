@@ -11,7 +11,7 @@ the text, and decides where the text ends. Another one, with limits of its own, 
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -32,7 +32,7 @@ class Thinking(NamedTuple):
     end: int  # the token that ends it
     start: int | None = None  # the first token, if the completion must have it to reason
     budget: int | None = None  # maximum number of tokens between them
-    spaces: frozenset[int] = frozenset()  # tokens that may precede the first one
+    spaces: Collection[int] = frozenset()  # tokens that may precede the first one
 
 
 class Constraint:

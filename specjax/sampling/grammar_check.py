@@ -13,7 +13,7 @@ import numpy as np
 from specjax.checks import ParameterError, short
 from specjax.sampling.grammar import Thinking
 from specjax.sampling.grammar_process import DIED, MAX_SECONDS, GrammarProcesses
-from specjax.sampling.grammar_request import Grammar
+from specjax.sampling.grammar_request import Grammar, RequestGrammar
 
 MAX_CHARACTERS = 2**16
 # Lanes in which new grammars are compiled: processes at once, CPU seconds, niceness. A grammar that
@@ -51,10 +51,10 @@ class Grammars:
 
     def __init__(self, processes: GrammarProcesses) -> None:
         self.processes = processes
-        self._lock = threading.Lock()
-        self._checked = OrderedDict[Any, np.ndarray]()  # masks by grammar, the last used one last
+        # masks by grammar, the last used one last
+        self._checked = OrderedDict[Any, np.ndarray | None]()
         self._lanes = [threading.BoundedSemaphore(size) for size, *_ in LANES]
-        self._num_slow = 0  # checks in the second lane, which is the last one
+        self._slow = threading.BoundedSemaphore(MAX_SLOW)  # for the second lane, the last one
 
     def check(self, kind: str | None, text: str, thinking: Thinking | None = None) -> Grammar:
         """Compile a grammar. Raises ParameterError with the library's reason.
@@ -66,50 +66,49 @@ class Grammars:
             raise ParameterError(message, param=kind, limit=MAX_CHARACTERS)
         job: dict[str, Any] = {"kind": kind, "text": text}
         job["thinking"] = thinking and [*thinking[:3], [*thinking[3]]]
-        job |= {"seconds": LANES[-1][1], "niceness": 0}  # if a process compiles it after the check
+        job |= {"seconds": LANES[-1][1], "niceness": 0}  # after the check
         key = kind, text, thinking
-        with self._lock:
-            if (mask := self._checked.pop(key, None)) is not None:
-                self._checked[key] = mask
-                return Grammar(self.processes, job, mask)
-        error = f"{kind}={short(text)}: {DIED}"
+        if (mask := self._checked.pop(key, None)) is not None:
+            self._checked[key] = mask
+            return Grammar(self.processes, job, mask)
         for lane, (_, seconds, niceness) in zip(self._lanes, LANES, strict=True):
-            with self._turn(lane):
-                limits = {"seconds": seconds, "niceness": niceness, "tokens": []}
-                while (process := self.processes.start(job | limits)) is None:
-                    if self.processes.is_closed:
-                        raise ValueError("the engine is closed")
-                    _check_caller()
-                    time.sleep(0.01)
-                is_kept = False
-                try:
-                    while not process.has_answer(0.05):
+            limits = {"seconds": seconds, "niceness": niceness}
+            request = RequestGrammar(self.processes, job | limits)
+            try:
+                with self._turn(lane):
+                    while not request.prepare([], 0.05):
+                        if self.processes.is_closed:
+                            raise ValueError("the engine is closed")
                         _check_caller()
-                    if answer := process.receive().error:
-                        error = answer
-                        break
-                    mask, is_kept = process.masks[0].copy(), self.processes.has_room
-                    if lane is self._lanes[-1]:
-                        job |= {"niceness": niceness}
-                    else:
-                        self._remember(key, mask)
-                    return Grammar(self.processes, job, mask, process if is_kept else None)
-                except (EOFError, OSError):
-                    continue
-                finally:
-                    if not is_kept:
-                        process.end()
-        raise ParameterError(error, param=kind)
+                        if not request.is_busy:
+                            time.sleep(0.01)
+            except BaseException:
+                request.close()
+                raise
+            if request.error != DIED:
+                break
+        if request.error:
+            reason = f"{kind}={short(text)}: {DIED}" if request.error == DIED else request.error
+            raise ParameterError(reason, param=kind)
+        mask = request.mask
+        if lane is self._lanes[-1]:
+            job |= {"niceness": niceness}
+        else:
+            self._checked[key] = mask
+            if len(self._checked) > NUM_CHECKED:
+                self._checked.popitem(last=False)
+        request.job = job
+        if not self.processes.has_room:
+            request.close()
+        return Grammar(self.processes, job, mask, request)
 
     @contextmanager
     def _turn(self, lane: threading.BoundedSemaphore) -> Iterator[None]:
         """Wait for a place in a lane; few may wait for the second one, as they hold threads."""
         is_slow = lane is self._lanes[-1]
-        with self._lock:
-            self._num_slow += is_slow
+        if is_slow and not self._slow.acquire(blocking=False):
+            raise ParameterError(f"{MAX_SLOW} slow grammars are being compiled; retry later")
         try:
-            if self._num_slow > MAX_SLOW:
-                raise ParameterError(f"{MAX_SLOW} slow grammars are being compiled; retry later")
             while not lane.acquire(timeout=0.05):
                 _check_caller()
             try:
@@ -117,14 +116,8 @@ class Grammars:
             finally:
                 lane.release()
         finally:
-            with self._lock:
-                self._num_slow -= is_slow
-
-    def _remember(self, key: Any, mask: np.ndarray) -> None:
-        with self._lock:
-            self._checked[key] = mask
-            if len(self._checked) > NUM_CHECKED:
-                self._checked.popitem(last=False)
+            if is_slow:
+                self._slow.release()
 
 
 def _check_caller() -> None:

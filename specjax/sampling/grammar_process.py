@@ -12,9 +12,8 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
-from multiprocessing.connection import Connection
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -56,22 +55,21 @@ class Process:
         self._owner, self.number, self.region = owner, number, region
         rows, words = owner.memory[region], owner.num_words
         self.masks, self.forced = rows[:, :words], rows[:, words:]
-        self.connection = Connection(end.detach())
-        self._readable = select.poll()  # Connection.poll takes 15 us
-        self._readable.register(self.connection.fileno(), select.POLLIN)
+        self.socket, self._readable = end, select.poll()
+        self._readable.register(end.fileno(), select.POLLIN)
+        weakref.finalize(self, end.close)
 
     def has_answer(self, seconds: float = 0.0) -> bool:
         """Wait for an answer or the end of the process."""
         return bool(self._readable.poll(1000 * max(0.0, seconds)))
 
-    def start(self, job: dict[str, Any]) -> None:
-        body = json.dumps(job | {"region": self.region}, ensure_ascii=False).encode()
+    def send(self, message: bytes) -> None:
         with suppress(OSError):  # reading the answer will fail too
-            self.connection.send_bytes(body)
+            self.socket.sendall(len(message).to_bytes(4) + message)
 
     def receive(self) -> Answer:
         """Read an answer; it is small, so one call has it all. Raises EOFError or OSError."""
-        message = os.read(self.connection.fileno(), MAX_ANSWER)
+        message = self.socket.recv(MAX_ANSWER)
         if not message:
             raise EOFError
         error = message[ANSWER.size :].decode(errors="replace")
@@ -85,38 +83,16 @@ class GrammarProcesses:
     """Starts the program, and processes for grammars; for any thread.
 
     Args:
-        tokenizer: JSON of the library tokenizers.
-        vocab_size: number of token ids, V.
-        end_token_ids: tokens that may follow a complete text.
-        spaces: whether JSON may have white space between its tokens.
         num_slots: maximum number of running requests.
         nodes: maximum number of nodes of a tree, T.
         width: maximum number of forced tokens per node, 1 + S.
+        compiler: arguments of the GrammarCompiler.
     """
 
-    def __init__(
-        self,
-        tokenizer: str,
-        vocab_size: int,
-        end_token_ids: Sequence[int],
-        *,
-        spaces: bool,
-        num_slots: int,
-        nodes: int,
-        width: int,
-    ) -> None:
-        self.num_words, self._num_slots = -(-vocab_size // 32), num_slots
+    def __init__(self, *, num_slots: int, nodes: int, width: int, **compiler: Any) -> None:
+        self.num_words, self._num_slots = -(-compiler["vocab_size"] // 32), num_slots
         shape = 3 * num_slots + SPARE, nodes, self.num_words + width
-        self._setup = json.dumps(
-            {
-                "tokenizer": tokenizer,
-                "vocab_size": vocab_size,
-                "end_token_ids": list(end_token_ids),
-                "spaces": spaces,
-                "max_bytes": MAX_BYTES,
-                "shape": shape,
-            }
-        )
+        self._setup = json.dumps(compiler | {"max_bytes": MAX_BYTES, "shape": shape})
         self._shared = os.memfd_create("specjax-grammars")
         weakref.finalize(self, os.close, self._shared)
         os.ftruncate(self._shared, 4 * int(np.prod(shape)))
@@ -183,16 +159,15 @@ class GrammarProcesses:
             self._collect()
             if self.is_closed:
                 return None
-            idle = [each for each in self._idle if not each.has_answer()]  # they only end
-            for each in self._idle:
-                if each not in idle:
+            for each in self._idle.copy():
+                if each.has_answer():  # they only end
+                    self._idle.remove(each)
                     each.end()
-            process = idle.pop(0) if idle else self._fork()
-            self._idle = idle
-            while len(idle) < NUM_IDLE and (new := self._fork()) is not None:
-                idle.append(new)
+            while len(self._idle) <= NUM_IDLE and (new := self._fork()) is not None:
+                self._idle.append(new)
+            process = self._idle.pop(0) if self._idle else None
         if process is not None:
-            process.start(job)
+            process.send(json.dumps(job | {"region": process.region}).encode())
         elif self._failure:
             raise ValueError(self._failure)
         return process
@@ -201,20 +176,18 @@ class GrammarProcesses:
         if not self._free or self._is_starting:
             return None
         mine, other = socket.socketpair()
-        with mine, other:
+        self._last += 1
+        with other:
             try:
-                socket.send_fds(
-                    self._control, [COMMAND.pack(FORK, self._last + 1)], [other.fileno()]
-                )
+                socket.send_fds(self._control, [COMMAND.pack(FORK, self._last)], [other.fileno()])
             except OSError:  # the program has died
+                mine.close()
                 self._is_starting = True
                 self._end_program()
                 threading.Thread(target=self._start_program, daemon=True).start()
                 return None
-            self._last += 1
-            process = self._processes[self._last] = Process(
-                self, self._last, self._free.pop(), mine
-            )
+        process = Process(self, self._last, self._free.pop(), mine)
+        self._processes[process.number] = process
         return process
 
     def close(self) -> None:
@@ -233,11 +206,8 @@ class GrammarProcesses:
             self._ending.append(process)
             with suppress(OSError):
                 self._control.send(COMMAND.pack(KILL, process.number))
-            with (
-                suppress(OSError),
-                socket.socket(fileno=os.dup(process.connection.fileno())) as end,
-            ):
-                end.shutdown(socket.SHUT_WR)  # if the program has died, the process ends by this
+            with suppress(OSError):
+                process.socket.shutdown(socket.SHUT_WR)  # ends it if the program has died
 
     def _collect(self) -> None:
         for process in self._ending.copy():
@@ -245,7 +215,7 @@ class GrammarProcesses:
                 while process.has_answer():
                     process.receive()
             except (EOFError, OSError):
-                process.connection.close()
+                process.socket.close()
                 self._free.append(process.region)
                 self._ending.remove(process)
 

@@ -9,6 +9,7 @@ import sys
 import time
 from array import array
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -24,45 +25,44 @@ Tree = tuple[list[int], list[int]]
 ROOT: Tree = [0], [-1]  # for the mask of the text only
 
 
+@dataclass(eq=False)
 class Grammar:
     """A grammar that has been checked, for one request or several samples."""
 
-    def __init__(
-        self,
-        processes: GrammarProcesses,
-        job: dict[str, Any],
-        mask: np.ndarray,
-        process: Process | None = None,
-    ) -> None:
-        self.processes, self.job, self.mask = processes, job, mask
-        self._process = process
+    processes: GrammarProcesses
+    job: dict[str, Any]
+    mask: np.ndarray | None
+    first: "RequestGrammar | None" = None  # it has the process of the check
 
     def request(self) -> "RequestGrammar":
-        """The grammar of a new request; the first one gets the process of the check."""
-        request = RequestGrammar(self, self._process)
-        if self._process is None and self.processes.has_room and not self.job["niceness"]:
-            request.start([])
-        self._process = None
+        """The grammar of a new request."""
+        request, self.first = self.first, None
+        if request is None:
+            request = RequestGrammar(self.processes, self.job, self.mask)
+            if self.processes.has_room and not self.job["niceness"]:
+                request.start([])
         return request
-
-    def __del__(self) -> None:
-        if self._process is not None and not sys.is_finalizing():
-            self._process.end()
 
 
 class RequestGrammar:
     """The grammar of one request, which another process follows; for the engine's thread.
 
     Attributes:
+        job: the grammar and its limits, as a process gets them.
         answer: what the process said last about the text.
         is_busy: an answer is awaited.
         is_slow: its work needs so much CPU time that rounds do not wait for it.
         mask: i32 ``[V / 32]`` of the text; ``None`` if it is not known.
     """
 
-    def __init__(self, grammar: Grammar, process: Process | None) -> None:
-        self._grammar, self._process = grammar, process
-        self.mask: np.ndarray | None = grammar.mask
+    def __init__(
+        self,
+        processes: GrammarProcesses,
+        job: dict[str, Any],
+        mask: np.ndarray | None = None,
+    ) -> None:
+        self._processes, self.job, self.mask = processes, job, mask
+        self._process: Process | None = None
         self.answer = Answer(0, False, False, False, "")
         self.is_busy = self.is_slow = False
         self._tree: Tree | None = None  # the process has its masks
@@ -82,14 +82,10 @@ class RequestGrammar:
             self._process = self.mask = None
             self.is_busy = False
 
-    def has_answer(self, seconds: float) -> bool:
-        assert self._process is not None
-        return self._process.has_answer(seconds)
-
     def start(self, text: Sequence[int]) -> None:
         """Start a process that follows ``text``, if there may be another one."""
         try:
-            self._process = self._grammar.processes.start(self._grammar.job | {"tokens": [*text]})
+            self._process = self._processes.start(self.job | {"tokens": [*text]})
         except Exception as error:  # it must end no other request
             self._fail(f"its process cannot be started: {error}")
         self.is_busy = self.is_slow = self._process is not None
@@ -123,14 +119,11 @@ class RequestGrammar:
             self.mask = None
         if self._process is None:
             self._fail(self.error or "its process has ended")
-            return
-        nodes, parents = tree or ([], [])
-        message = array("i", [len(tokens), *tokens, *nodes, *parents])
-        try:
-            self._process.connection.send_bytes(message)
+        else:
+            nodes, parents = tree or ([], [])
+            message = array("i", [len(tokens), *tokens, *nodes, *parents])
+            self._process.send(message.tobytes())
             self.is_busy = True
-        except OSError:
-            self._fail(DIED)
 
     def read(self, masks: np.ndarray, forced: np.ndarray) -> int:
         """Copy the masks and forced tokens of the tree to the first rows; return their number."""
@@ -141,15 +134,16 @@ class RequestGrammar:
         forced[:count] = self._process.forced[:count, : forced.shape[1]]
         return count
 
-    def receive(self) -> None:
-        """Take the answer, which must be there; or find that the process has ended."""
+    def receive(self, seconds: float) -> None:
+        """Take an answer that comes within ``seconds``, or find that the process has ended."""
         assert self._process is not None
+        self.is_slow = True
         try:
-            self.answer, self.is_busy = self._process.receive(), False
+            if self._process.has_answer(seconds):
+                self.answer, self.is_busy = self._process.receive(), False
+                self.is_slow = self.answer.is_slow
         except (EOFError, OSError):
             self._fail(DIED)
-        else:
-            self.is_slow = self.answer.is_slow
 
     def _fail(self, reason: str) -> None:
         self.close()
@@ -165,7 +159,4 @@ def await_answers(grammars: Collection[RequestGrammar], seconds: float | None = 
     busy = [each for each in grammars if each.is_busy]
     for each in sorted(busy, key=lambda grammar: grammar.is_slow):
         is_awaited = seconds is not None or not each.is_slow
-        if each.has_answer(deadline - time.monotonic() if is_awaited else 0.0):
-            each.receive()
-        else:
-            each.is_slow = True
+        each.receive(deadline - time.monotonic() if is_awaited else 0.0)

@@ -22,10 +22,9 @@ import struct
 import sys
 import threading
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from multiprocessing.connection import Connection
 from time import thread_time
 from typing import TYPE_CHECKING
 
@@ -53,18 +52,15 @@ class Follower:
     """Follows the text of one request; runs in a forked process."""
 
     def __init__(
-        self,
-        compiler: "GrammarCompiler",
-        connection: Connection,
-        memory: np.ndarray,
-        max_bytes: int,
+        self, compiler: "GrammarCompiler", memory: np.ndarray, max_bytes: int, end: socket.socket
     ) -> None:
-        self._compiler, self._connection = compiler, connection
-        self._regions, self._max_bytes = memory, max_bytes
+        self._compiler, self._regions, self._max_bytes = compiler, memory, max_bytes
+        self._end = end
         self._constraint: Constraint | None = None
         self._has_started = threading.Event()
 
     def run(self) -> None:
+        self._input = self._end.makefile("rb")
         size = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
         limit = size + 2 * STACK_BYTES + self._max_bytes
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
@@ -85,17 +81,14 @@ class Follower:
         """Compile a grammar, add its tokens so far, and answer with the mask after them."""
         with suppress(ValueError):  # copies most of the memory that a grammar will write to
             self._compiler.compile("regex", "[a-z]*")
-        job = json.loads(self._connection.recv_bytes())
+        job = json.loads(self._receive())
         _yield_to_others(job["niceness"])
         _limit_time(job["seconds"])
-        thinking = None
-        if job["thinking"] is not None:
-            end, start, budget, spaces = job["thinking"]
-            thinking = Thinking(end, start, budget, frozenset(spaces))
+        thinking = job["thinking"] and Thinking(*job["thinking"])
         try:
             constraint = self._compiler.compile(job["kind"], job["text"], thinking)
         except ValueError as error:
-            self._answer(error=str(error))
+            self._answer(str(error))
             return
         rows, words = self._regions[job["region"]], constraint.num_words
         self._masks, self._forced = rows[:, :words], rows[:, words:]
@@ -104,14 +97,14 @@ class Follower:
             constraint.advance([token])
         constraint.fill([0], [-1], self._masks, self._forced)
         _limit_time(0)
-        self._answer(is_complete=constraint.is_complete, error=constraint.error)
+        self._answer(constraint.error, 0, constraint.is_complete, False, False)
         self._constraint = constraint
 
     def _follow(self) -> None:
         self._has_started.wait()
-        with suppress(EOFError, OSError):
-            while self._constraint is not None:
-                self._step(self._constraint, array("i", self._connection.recv_bytes()))
+        with suppress(OSError):
+            while self._constraint is not None and (message := self._receive()):
+                self._step(self._constraint, array("i", message))
 
     def _step(self, constraint: Constraint, message: Sequence[int]) -> None:
         """Add tokens to the text, then write the masks of a tree.
@@ -131,20 +124,16 @@ class Follower:
             constraint.error = repr(fault)
         _limit_time(0)
         is_slow = thread_time() - before > SLOW_SECONDS
-        self._answer(count, constraint.is_complete, constraint.is_free, is_slow, constraint.error)
+        self._answer(constraint.error, count, constraint.is_complete, constraint.is_free, is_slow)
         if is_slow:
             _yield_to_others(NICENESS)
 
-    def _answer(
-        self,
-        count: int = 0,
-        is_complete: bool = False,
-        is_free: bool = False,
-        is_slow: bool = False,
-        error: str = "",
-    ) -> None:
-        answer = ANSWER.pack(count, is_complete, is_free, is_slow) + error.encode()
-        os.write(self._connection.fileno(), answer[:MAX_ANSWER])
+    def _receive(self) -> bytes:
+        """The next message after its length in four bytes; empty at the end."""
+        return self._input.read(int.from_bytes(self._input.read(4)))
+
+    def _answer(self, error: str, *values: int) -> None:
+        self._end.send((ANSWER.pack(*values or (0, 0, 0, 0)) + error.encode())[:MAX_ANSWER])
 
 
 def _limit_time(cpu_seconds: float) -> None:
@@ -168,9 +157,7 @@ def _fork(follower: Follower, control: socket.socket) -> int:
     return process
 
 
-def _serve(
-    compiler: "GrammarCompiler", control: socket.socket, memory: np.ndarray, max_bytes: int
-) -> None:
+def _serve(control: socket.socket, make: Callable[[socket.socket], Follower]) -> None:
     """Fork and end processes until the engine closes the socket."""
     processes: dict[int, int] = {}
     while True:
@@ -181,10 +168,8 @@ def _serve(
                 break
             command, number = COMMAND.unpack(message)
             if command == FORK:
-                connection = Connection(descriptors[0])
-                follower = Follower(compiler, connection, memory, max_bytes)
-                with suppress(OSError), connection:  # without a process, the engine sees the end
-                    processes[number] = _fork(follower, control)
+                with suppress(OSError), socket.socket(fileno=descriptors[0]) as end:
+                    processes[number] = _fork(make(end), control)  # else the engine sees the end
             elif number in processes:
                 os.kill(processes[number], signal.SIGKILL)
         for number, process in list(processes.items()):
@@ -214,7 +199,7 @@ def main() -> None:
         control.send(str(error).encode()[:1000] or b"unknown error")
         return
     control.send(b"\0")
-    _serve(compiler, control, memory, max_bytes)
+    _serve(control, partial(Follower, compiler, memory, max_bytes))
 
 
 if __name__ == "__main__":

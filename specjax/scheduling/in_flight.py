@@ -16,7 +16,7 @@ from specjax.adaptive.survival import RoundRecord
 from specjax.metrics import Totals
 from specjax.runtime.runner import Dispatched, ModelRunner
 from specjax.runtime.runner_config import MIN_CHUNK, pick_bucket
-from specjax.sampling.grammar_request import RequestGrammar, await_answers
+from specjax.sampling.grammar_request import await_answers
 from specjax.scheduling.constrained import ConstrainedRounds
 from specjax.scheduling.prefill_times import PrefillTimes
 from specjax.scheduling.request import Request, RunningRequest
@@ -60,10 +60,6 @@ class Reading(NamedTuple):
     row: RunningRequest
     tokens: Sequence[int]
     take: Callable[[], None]
-
-    @property
-    def constraint(self) -> RequestGrammar | None:
-        return self.row.request.constraint
 
 
 class InFlight:
@@ -237,7 +233,7 @@ class InFlight:
         self._readings = []
         for reading in readings:
             row = reading.row
-            if reading.constraint and reading.constraint.is_busy:
+            if (constraint := row.request.constraint) and constraint.is_busy:
                 self._readings.append(reading)
                 continue
             row.awaits_grammar = False

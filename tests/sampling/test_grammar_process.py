@@ -28,9 +28,16 @@ HOSTILE = {
 
 
 def make_grammars(num_slots: int) -> Grammars:
-    size, text = TOKENIZER.vocab_size, TOKENIZER.backend.to_str()
-    options = {"num_slots": num_slots, "nodes": 4, "width": 4}
-    return Grammars(GrammarProcesses(text, size, [EOS_ID], spaces=True, **options))
+    processes = GrammarProcesses(
+        num_slots=num_slots,
+        nodes=4,
+        width=4,
+        tokenizer=TOKENIZER.backend.to_str(),
+        vocab_size=TOKENIZER.vocab_size,
+        end_token_ids=[EOS_ID],
+        spaces=True,
+    )
+    return Grammars(processes)
 
 
 @pytest.fixture(scope="module")
@@ -255,7 +262,7 @@ def test_a_grammar_that_was_checked_needs_no_other_check(
 @pytest.mark.usefixtures("short_lanes")
 def test_few_slow_grammars_wait(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
     """They hold threads that others need."""
-    monkeypatch.setattr(grammar_check, "MAX_SLOW", 0)
+    monkeypatch.setattr(grammars, "_slow", threading.Semaphore(0))
     with pytest.raises(ParameterError, match="retry later"):
         grammars.check(*HOSTILE["closures"])
     assert letters_of(grammars.check("regex", "[ab]e").mask) == {"a", "b"}
