@@ -19,7 +19,7 @@ from specjax.sampling.accept_draws import Acceptance
 from specjax.scheduling.loop import WATCHDOG_SECONDS
 from specjax.speculative.algorithm import CustomSpecAlgo, SpeculativeAlgorithm
 from specjax.text.reasoning import PARSERS
-from specjax.text.tool_calls import FORMATS
+from specjax.text.tool_formats import FORMATS
 from specjax.types import DraftShape
 
 # as in SGLang

@@ -35,6 +35,7 @@ from specjax.engine.weights import (
 from specjax.metrics import EngineMetrics, Totals
 from specjax.runtime.functions import Watch
 from specjax.runtime.runner import ModelRunner
+from specjax.runtime.runner_config import RunnerConfig
 from specjax.sampling.grammar_check import while_waiting
 from specjax.scheduling.loop import Call, EngineLoop
 from specjax.scheduling.scheduler import Scheduler
@@ -71,6 +72,7 @@ class Engine:
     Attributes:
         runner: the device side; only the engine's thread may use it.
         tokenizer: ``None`` with ``skip_tokenizer_init``.
+        config: sizes and features of the compiled functions.
         context_length: maximum number of tokens in prompt and completion together.
         metrics: metrics since the start; ``metrics.registry`` is for ``prometheus_client``.
 
@@ -107,6 +109,7 @@ class Engine:
         self._plan: EnginePlan = plan
         self.runner: ModelRunner = runner
         self.tokenizer: Tokenizer | None = tokenizer
+        self.config: RunnerConfig = runner.config
         self.context_length = plan.context_length
         overlap = args.overlap
         if overlap is None:
@@ -289,7 +292,7 @@ class Engine:
     def make_call(self, *inputs: Any, stream: bool = False, **options: Any) -> Call:
         """Check and tokenise :meth:`generate`'s arguments in any thread, for :meth:`async_run`."""
         self._need_open()
-        if not self.runner.config.batch_buckets:
+        if not self.config.batch_buckets:
             raise ValueError(
                 "disaggregation_mode='prefill' serves decode engines only; send the request to an "
                 "engine with disaggregation_mode='decode'"

@@ -1,4 +1,4 @@
-"""Responses in OpenAI's formats, whole or as chunks of a stream, and token usage."""
+"""Responses, whole or as events of a stream; those with choices, as OpenAI's; and token usage."""
 
 import time
 from abc import ABC, abstractmethod
@@ -12,18 +12,49 @@ import specjax
 from specjax.sampling.params import SamplingParams
 from specjax.scheduling.request import TokenLogprob
 from specjax.server.exchange import dump
+from specjax.server.fields import ApiError
 from specjax.text.completion import AcceptPieces, TokenTexts
 
 Result = dict[str, Any]  # a result of the engine, or a part of a response
 Tops = Sequence[Sequence[TokenLogprob] | None]
 # JSON has no infinity; a token that a filter has removed gets this log-probability.
 LEAST = -9999.0
+MAX_LOGPROBS = 20
 _HOLE = "\0"
+_DONE = b"data: [DONE]\n\n"
 # ``meta_info`` fields to omit: the response has them elsewhere, or they are as long as the text.
 _LONG = frozenset(
     "id finish_reason output_token_logprobs output_top_logprobs input_token_logprobs "
     "input_top_logprobs output_is_draft".split()
 )
+
+
+class Answer(ABC):
+    """The response to one request, in the format of an API; results are those of the engine.
+
+    Attributes:
+        text_only: whether results of a stream, except the last, need only their text.
+        wants_logprobs: whether results have log-probabilities.
+    """
+
+    text_only: bool
+    wants_logprobs: bool
+
+    @abstractmethod
+    def whole(self, results: Sequence[Result]) -> bytes:
+        """Return the body of a response that is not a stream."""
+
+    @abstractmethod
+    def chunk(self, result: Result) -> bytes:
+        """Return the events for a cumulative result; empty if it has nothing new."""
+
+    def closing(self) -> bytes:
+        """Return the last events of a stream."""
+        return _DONE
+
+    def failed(self, error: ApiError) -> bytes:
+        """Return the last events of a stream that cannot go on."""
+        return b"data: " + error.json() + b"\n\n" + _DONE
 
 
 @dataclass
@@ -40,8 +71,8 @@ class Sent:
 
 
 @dataclass(eq=False, kw_only=True)
-class Answer(ABC):
-    """Response to one request. A chunk has only new text, which most chunks put in a template."""
+class ChoicesAnswer(Answer):
+    """A response with choices. A chunk has only new text, which most chunks put in a template."""
 
     id: str
     model: str
@@ -61,10 +92,7 @@ class Answer(ABC):
 
     def __post_init__(self) -> None:
         self._sent: dict[int, Sent] = {}
-
-    @property
-    def text_only(self) -> bool:
-        return not (self.wants_logprobs or self.include_drafts or self.return_ids)
+        self.text_only = not (self.wants_logprobs or self.include_drafts or self.return_ids)
 
     @abstractmethod
     def message(self, index: int, text: str) -> Result:
@@ -77,6 +105,16 @@ class Answer(ABC):
     @abstractmethod
     def part(self, text: str) -> Result:
         """Return the fields of a chunk that contain a piece of a choice's text."""
+
+    def finish_reason(self, index: int, reason: str) -> str:
+        """Return the finish reason of a choice whose text has ended for the engine's ``reason``."""
+        return reason
+
+    def new_text(self, sent: Sent, index: int, result: Result) -> tuple[str, str]:
+        """Return events to send first, and the text that the client does not have."""
+        text: str = result["text"]
+        begin, sent.chars = sent.chars, len(text)
+        return "", text[begin:]
 
     @abstractmethod
     def logprobs(self, sent: Sent, chosen: Sequence[TokenLogprob], tops: Tops) -> Result:
@@ -93,20 +131,19 @@ class Answer(ABC):
                 chosen = meta.get("input_token_logprobs", []) + meta["output_token_logprobs"]
                 tops = meta.get("input_top_logprobs", []) + meta.get("output_top_logprobs", [])
                 more["logprobs"] = self.logprobs(Sent(), chosen, tops)
-            choices.append({"index": i} | self.message(i, result["text"]) | more | _end(meta))
+            message = self.message(i, result["text"])
+            choices.append({"index": i} | message | more | self._end(i, meta))
         head = self._head(self.kind) | self._prompt_ids(0, is_top=True)
         metas = [result["meta_info"] for result in results]
         return dump(head | {"choices": choices} | self._usage(metas)).encode()
 
     def chunk(self, result: Result) -> bytes:
-        """Return the events for a cumulative result; empty if it has no new text."""
         index = result.get("index", 0)
         sent, events = self._sent.get(index), ""
         if sent is None:
-            pieces = None
+            sent = self._sent[index] = Sent()
             if self.include_drafts:
-                pieces = self.texts.accept_pieces(self.params.skip_special_tokens)
-            sent = self._sent[index] = Sent(pieces=pieces)
+                sent.pieces = self.texts.accept_pieces(self.params.skip_special_tokens)
             opening = self.opening(index)
             if opening is not None:
                 end: Result = {"logprobs": None, "finish_reason": None}
@@ -115,9 +152,8 @@ class Answer(ABC):
                     tops = first.get("input_top_logprobs", [])
                     end["logprobs"] = self.logprobs(sent, scored, tops)
                 events = self._event([{"index": index} | opening | end])
-        text = result["text"]
-        new = text[sent.chars :]
-        sent.chars = len(text)
+        parts, new = self.new_text(sent, index, result)
+        events += parts
         meta = result.get("meta_info")  # text-only results have no meta_info
         if meta is None:
             if new:
@@ -129,9 +165,9 @@ class Answer(ABC):
         top: Result = {}
         if sent.pieces is not None:
             ids, flags = result["output_ids"], meta["output_is_draft"]
-            parts = sent.pieces.take(text, ids, flags, final=is_final)
-            more["pieces"] = [{"text": part, "is_draft": flag} for part, flag in parts]
-            new = "".join(part for part, _ in parts)
+            pieces = sent.pieces.take(result["text"], ids, flags, final=is_final)
+            more["pieces"] = [{"text": piece, "is_draft": flag} for piece, flag in pieces]
+            new = "".join(piece for piece, _ in pieces)
         if self.return_ids:
             more["token_ids"] = result["output_ids"][sent.ids :]
             if not sent.ids:
@@ -146,18 +182,18 @@ class Answer(ABC):
             more["logprobs"] = self.logprobs(sent, chosen, tops)
         if is_final:
             sent.last = meta
-        end = _end(meta) if is_final else {"finish_reason": None}
+        end = self._end(index, meta) if is_final else {"finish_reason": None}
         events += self._event([{"index": index} | self.part(new) | more | end], **top)
         return events.encode()
 
     def closing(self) -> bytes:
-        """Return the last event, which contains the usage; empty if usage was not requested."""
+        """Return the usage, if it was requested, and the mark of the end."""
         if not self.include_usage:
-            return b""
+            return _DONE
         lasts = [self._sent[i].last for i in sorted(self._sent)]
         metas = [meta for meta in lasts if meta is not None]
         body = self._head(self.chunk_kind) | {"choices": []} | self._usage(metas)
-        return f"data: {dump(body)}\n\n".encode()
+        return f"data: {dump(body)}\n\n".encode() + _DONE
 
     def _usage(self, metas: Sequence[Result]) -> Result:
         counts, metrics = usage(metas, self.params.n), speculative_metrics(metas)
@@ -183,20 +219,19 @@ class Answer(ABC):
             body["usage"] = None
         return f"data: {dump(body)}\n\n"
 
+    def _end(self, index: int, meta: Result) -> Result:
+        reason = meta["finish_reason"]
+        return {
+            "finish_reason": self.finish_reason(index, reason["type"]),
+            "matched_stop": reason.get("matched"),
+            "meta_info": {name: value for name, value in meta.items() if name not in _LONG},
+        }
+
     def _template(self, index: int, sent: Sent) -> tuple[str, str]:
         choice = {"index": index} | self.part(_HOLE) | {"logprobs": None, "finish_reason": None}
         before, _, after = self._event([choice]).rpartition(quote(_HOLE))
         sent.template = before, after
         return before, after
-
-
-def _end(meta: Result) -> Result:
-    reason = meta["finish_reason"]
-    return {
-        "finish_reason": reason["type"],
-        "matched_stop": reason.get("matched"),
-        "meta_info": {name: value for name, value in meta.items() if name not in _LONG},
-    }
 
 
 def usage(metas: Sequence[Result], num_samples: int) -> Result:

@@ -15,11 +15,12 @@ from specjax.engine import Engine
 from specjax.scheduling.loop import EngineFault
 from specjax.scheduling.scheduler import QueueFullError
 from specjax.server import routes
+from specjax.server.chat import read_chat
+from specjax.server.completions import read_completion
 from specjax.server.exchange import ClientGoneError, Exchange, Receive, Scope, Send, dump
 from specjax.server.fields import ApiError
 from specjax.server.generating import generate, read_body
 from specjax.server.native import answer_abort, read_generate
-from specjax.server.openai import read_chat, read_completion
 from specjax.server.service import MAX_BODY_BYTES, MAX_REQUESTS, Access, Service
 
 logger = logging.getLogger(__name__)

@@ -42,7 +42,6 @@ EVENT_HEADERS: list[Header] = [
 ABORT = "specjax.abort"  # ASGI scope extension that closes the connection at once
 MAX_REQUEST_ID = 128  # characters of X-Request-Id
 MAX_SHOWN = 256  # characters of a path or rid in the access log
-DONE = b"data: [DONE]\n\n"
 
 
 def dump(value: Any) -> str:
@@ -94,7 +93,8 @@ class Exchange:
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.scope = scope
         self._receive, self._send = receive, send
-        self._is_streaming = self._has_answered = self._is_sending = False
+        self._has_answered = self._is_sending = False
+        self._failed: Callable[[ApiError], bytes] | None = None  # set when a stream has begun
         self._num_sent = 0
         self._watch: asyncio.Future[None] | None = None
         given = (self.header(b"x-request-id") or b"").decode("latin-1")
@@ -192,25 +192,26 @@ class Exchange:
             message = {"type": "http.response.body", "body": piece, "more_body": has_more}
             await self._deliver(message)
 
-    async def start_events(self) -> None:
+    async def start_events(self, failed: Callable[[ApiError], bytes]) -> None:
+        """Begin a stream; ``failed`` makes its last events if an error ends it."""
         await self._start(200, EVENT_HEADERS)
-        self._is_streaming = True
+        self._failed = failed
 
     async def push(self, events: bytes) -> None:
-        """Send events; each is a ``data:`` line and an empty line."""
+        """Send events; each ends with an empty line."""
         await self._deliver({"type": "http.response.body", "body": events, "more_body": True})
 
-    async def end_events(self, events: bytes = b"") -> None:
-        """Send the last events and the ``[DONE]`` mark."""
+    async def end_events(self, events: bytes) -> None:
+        """Send the last events."""
         self._has_answered = True
-        await self._deliver({"type": "http.response.body", "body": events + DONE})
+        await self._deliver({"type": "http.response.body", "body": events})
 
     async def fail(self, error: ApiError) -> None:
         """Send an error response. If a stream has begun, send the error as its last event."""
         if self._has_answered:
             return
-        if self._is_streaming:
-            await self.end_events(b"data: " + error.json() + b"\n\n")
+        if self._failed is not None:
+            await self.end_events(self._failed(error))
             return
         headers: list[Header] = []
         if error.status in (429, 503):  # the same request may succeed later

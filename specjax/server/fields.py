@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Raw
 
 from specjax.checks import CONTEXT_EXCEEDED, ParameterError, short
-from specjax.engine.requests import refuse_length
+from specjax.engine.requests import LIMITS, refuse_length
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +55,8 @@ NAMES = {
     "include_stop_str_in_output": "no_stop_trim",
 }
 CLIENT_NAMES = {theirs: ours for ours, theirs in NAMES.items()}
+# fields with a grammar, which takes time to compile
+GRAMMAR_FIELDS = (*LIMITS, "response_format", "structured_outputs", "tools")
 # fields about the caller, the account or the transport; they do not change the text
 IGNORED = frozenset(
     "user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention "
@@ -140,6 +142,12 @@ class ApiError(Exception):
         kind = KINDS.get(self.status, kind)
         error = {"message": message, "type": kind, "param": self.param, "code": self.code}
         return json.dumps({"error": error}).encode()
+
+
+def bad_value(name: str, value: Any, demand: str, *, code: str | None = None) -> ApiError:
+    """Make the error for a value that is not accepted. ``name`` may be a path within a field."""
+    param = name.partition(".")[0]
+    return ApiError(400, f"{name}={short(value)} {demand}", param=param, code=code)
 
 
 class _Name(str):

@@ -10,13 +10,12 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec import Raw
 
-from specjax.engine.requests import LIMITS, has_grammar
+from specjax.engine.requests import has_grammar
 from specjax.sampling.grammar_check import while_waiting
 from specjax.scheduling.loop import Call
 from specjax.server.answers import Answer
 from specjax.server.exchange import Exchange
-from specjax.server.fields import ApiError, Body, parse_object
-from specjax.server.native import NativeAnswer
+from specjax.server.fields import GRAMMAR_FIELDS, ApiError, Body, parse_object
 from specjax.server.service import MAX_REPORTED, Service
 
 logger = logging.getLogger(__name__)
@@ -25,15 +24,12 @@ T = TypeVar("T")
 # Longer requests are read and tokenised in another thread. For short ones the thread switch costs
 # more than the work: 10 ms or more with 64 clients, because threads wait for the interpreter.
 INLINE_BYTES = 4096
-# fields with a grammar, which takes time to compile
-GRAMMAR_FIELDS = (*LIMITS, "response_format", "structured_outputs", "tools")
 # The log-probabilities of more tokens than this are formatted in another thread.
 INLINE_LOGPROBS = 256
 ENTRY_BYTES = 130  # memory of each log-probability while the request is in progress
 
 NULL = Raw(b"null")
-Format = Answer | NativeAnswer  # formats the response
-Read = Callable[[Service, Body], tuple[Call, Format]]
+Read = Callable[[Service, Body], tuple[Call, Answer]]
 
 
 async def generate(
@@ -101,14 +97,14 @@ def max_reported(call: Call) -> int:
     return sum(request.max_reported for request in call.requests)
 
 
-async def _reply(service: Service, exchange: Exchange, call: Call, answer: Format) -> None:
+async def _reply(service: Service, exchange: Exchange, call: Call, answer: Answer) -> None:
     body = await _whole(service, call, answer)
     del call, answer
     with service.unread.holding(exchange, len(body)):
         await exchange.reply(body)
 
 
-async def _whole(service: Service, call: Call, answer: Format) -> bytes:
+async def _whole(service: Service, call: Call, answer: Answer) -> bytes:
     with service.refusals():
         results = await service.engine.async_run(call)
     results = results if call.is_batch else [results]
@@ -119,7 +115,7 @@ async def _whole(service: Service, call: Call, answer: Format) -> bytes:
     return answer.whole(results)
 
 
-async def _stream(service: Service, exchange: Exchange, call: Call, answer: Format) -> None:
+async def _stream(service: Service, exchange: Exchange, call: Call, answer: Answer) -> None:
     call.text_only, chunk = answer.text_only, answer.chunk
     kept = ENTRY_BYTES * max_reported(call)
     outputs = await service.engine.async_run(call)
@@ -127,7 +123,7 @@ async def _stream(service: Service, exchange: Exchange, call: Call, answer: Form
         with service.refusals():
             output = await anext(outputs)
         # start only now: a request that the queue refuses needs another status
-        await exchange.start_events()
+        await exchange.start_events(answer.failed)
         while output is not None:
             if events := chunk(output):
                 with service.unread.holding(exchange, kept + len(events)):

@@ -6,7 +6,7 @@ from typing import Any
 
 from specjax.sampling.params import SamplingParams
 from specjax.scheduling.loop import Call
-from specjax.server.answers import finite
+from specjax.server.answers import Answer, finite
 from specjax.server.exchange import Exchange, dump
 from specjax.server.fields import REFUSED, ApiError, Body, client_names, finish_fields, is_neutral
 from specjax.server.service import Service
@@ -61,7 +61,7 @@ def _sampling(given: Any) -> SamplingParams:
 
 
 @dataclass
-class NativeAnswer:
+class NativeAnswer(Answer):
     """Sends engine results unchanged; streamed results are cumulative or incremental."""
 
     is_batch: bool
@@ -79,9 +79,6 @@ class NativeAnswer:
     def chunk(self, result: dict[str, Any]) -> bytes:
         new = self._new(result) if self.is_incremental else result
         return f"data: {dump(self._plain(new))}\n\n".encode()
-
-    def closing(self) -> bytes:
-        return b""
 
     def _new(self, result: dict[str, Any]) -> dict[str, Any]:
         """Return the part of a result that earlier chunks do not have."""

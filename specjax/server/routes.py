@@ -18,12 +18,11 @@ from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 import specjax
-from specjax.checks import ParameterError, is_integer, short
-from specjax.engine.requests import encode_conversation
+from specjax.checks import ParameterError, is_integer
 from specjax.metrics import METRICS, PREFIX, Metric, families
+from specjax.server.chat import take_conversation
 from specjax.server.exchange import Exchange, Header, dump
-from specjax.server.fields import ApiError, Body, client_names, finish_fields
-from specjax.server.openai import take_conversation
+from specjax.server.fields import ApiError, Body, bad_value, client_names, finish_fields
 from specjax.server.service import Service
 
 HEALTH_SECONDS = 20.0
@@ -174,7 +173,7 @@ async def loads(service: Service, exchange: Exchange) -> Json:
         "num_waiting_reqs": totals.num_waiting,
         "num_used_tokens": totals.num_used_tokens,
         "max_total_num_tokens": totals.max_total_tokens,
-        "max_running_requests": service.engine.runner.config.num_slots - 1,
+        "max_running_requests": service.engine.config.num_slots - 1,
         "token_usage": totals.token_usage,
         "gen_throughput": totals.gen_throughput,
         "cache_hit_rate": totals.cache_hit_rate,
@@ -195,7 +194,7 @@ class ServerMetrics:
 
     def collect(self) -> Iterable[Any]:
         name, engine = self.service.name, self.service.engine
-        totals, config = engine.metrics.snapshot(), engine.runner.config
+        totals, config = engine.metrics.snapshot(), engine.config
         yield from families(totals, METRICS, PREFIX, name)
         yield from families(totals, ALIASES, "vllm:", name)
         sizes = {"block_size": str(config.page_size), "num_gpu_blocks": str(config.num_pages - 1)}
@@ -221,9 +220,8 @@ def tokenize(service: Service, body: Body) -> bytes:
     finish_fields(body, service.ignored_fields)
     is_batch = isinstance(prompt, list)
     if conversation is not None:
-        messages, variables, _ = conversation
         with client_names("messages"):
-            ids = [encode_conversation(tokenizer, length, messages, **variables)]
+            ids = [conversation.encode(service)]
     else:
         texts = prompt if is_batch else [prompt]
         if not all(isinstance(text, str) for text in texts):
@@ -277,8 +275,7 @@ async def update_weights(service: Service, exchange: Exchange) -> Json:
     for name, path in paths.items():
         # a remote caller must not make the server download from the hub
         if path is not None and not os.path.exists(path):
-            message = f"{name}={short(path)} does not exist on the server"
-            raise ApiError(400, message, param=name)
+            raise bad_value(name, path, "does not exist on the server")
     finish_fields(body, service.ignored_fields)
     if service.is_updating:
         raise ApiError(409, "a weight update is running; wait until it ends", code="updating")

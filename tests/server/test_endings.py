@@ -13,6 +13,7 @@ import pytest
 
 from specjax.server import exchange, make_app
 from specjax.server.exchange import ClientGoneError, Exchange
+from specjax.server.fields import ApiError
 from specjax.testing import Client, is_idle, num_held, running
 
 COMPLETIONS = "/v1/completions"
@@ -93,7 +94,11 @@ def test_a_client_that_reads_nothing_is_dropped(monkeypatch) -> None:
         stuck = Exchange(PLAIN, never, never)
         with pytest.raises(ClientGoneError):
             await asyncio.wait_for(stuck.while_connected(stuck.push(b"x")), 5)
-        for end in (Exchange.end_events, Exchange.start_events, partial(_reply, body=b"x")):
+        for end in (
+            partial(Exchange.end_events, events=b"x"),
+            partial(Exchange.start_events, failed=ApiError.json),
+            partial(_reply, body=b"x"),
+        ):
             stuck = Exchange(PLAIN, never, never)
             with pytest.raises(ClientGoneError):
                 await asyncio.wait_for(stuck.while_connected(end(stuck)), 5)

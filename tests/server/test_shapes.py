@@ -9,10 +9,11 @@ import pytest
 
 from specjax.sampling.params import SamplingParams
 from specjax.server import fields, routes
-from specjax.server.answers import LEAST, Answer, Sent, speculative_metrics, usage
+from specjax.server.answers import LEAST, ChoicesAnswer, Sent, speculative_metrics, usage
 from specjax.server.app import make_app
+from specjax.server.chat import ChatAnswer
+from specjax.server.completions import CompletionAnswer
 from specjax.server.native import NativeAnswer
-from specjax.server.openai import ChatAnswer, CompletionAnswer
 from specjax.text.completion import TokenTexts
 
 from ..text.test_token_texts import byte_tokenizer
@@ -20,7 +21,7 @@ from ..text.test_token_texts import byte_tokenizer
 DOCS = (Path(__file__).parents[2] / "docs" / "server.md").read_text()
 
 
-def answer(kind: type[Answer], texts: TokenTexts) -> Answer:
+def answer(kind: type[ChoicesAnswer], texts: TokenTexts) -> ChoicesAnswer:
     return kind(id="", model="", texts=texts, params=SamplingParams(), prompt_ids=[])
 
 

@@ -9,13 +9,16 @@ import pytest
 
 from specjax import Engine
 from specjax.checkpoints.target import open_target
+from specjax.sampling.grammar import LAYOUT, OPTIONS
 from specjax.sampling.grammar_compiler import GrammarCompiler
 from specjax.server import make_app
-from specjax.server.tools import _FORMS, _LIST, Tools, with_default_prompt
+from specjax.server.conversation import with_default_prompt
 from specjax.testing import Client, Files, running
 from specjax.testing.files import EOS_ID, letter_tokenizer, write_tokenizer
-from specjax.text.tool_calls import FORMATS, ToolCall, parse_tool_calls
+from specjax.text.parts import Tools
+from specjax.text.tool_formats import FORMATS, ToolCall
 
+JSON = {OPTIONS: LAYOUT}
 CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
 SCHEMA = {
     "type": "object",
@@ -355,17 +358,17 @@ def test_a_required_call_is_what_the_parser_reads(kind: str) -> None:
     nested = {"$defs": {"A": {"enum": ["a", "b"]}}, "properties": {"x": {"$ref": "#/$defs/A"}}}
     nested |= {"type": "object", "required": ["x"], "additionalProperties": False}
     given = [TOOLS[0], {"type": "function", "function": {"name": "g", "parameters": nested}}]
-    asked = Tools(given, ["f", "g"], is_required=True)
-    ((name, grammar),) = asked.grammar(kind).items()
+    asked = Tools(given, ["f", "g"], is_required=True, format=FORMATS[kind])
+    ((name, grammar),) = asked.grammar(JSON).items()
     ids = tokenizer.encode(text, add_special_tokens=False)
     assert compiler.compile(name, grammar).advance(ids) == len(ids)
-    assert parse_tool_calls(kind, text, asked.names) == ("", [ToolCall("g", '{"x": "b"}')])
+    assert FORMATS[kind].parse(text, asked.names) == ("", [ToolCall("g", '{"x": "b"}')])
     twice = text.replace(call, f"{call}, {call}")
     if kind in ("hermes", "qwen25"):
         twice = f"{text}\n{text}"
     ids = tokenizer.encode(twice, add_special_tokens=False)
     for is_parallel in (False, True):
-        ((name, grammar),) = asked._replace(is_parallel=is_parallel).grammar(kind).items()
+        ((name, grammar),) = asked._replace(is_parallel=is_parallel).grammar(JSON).items()
         is_whole = compiler.compile(name, grammar).advance(ids) == len(ids)
         assert is_whole is (is_parallel and kind != "llama3")
 
@@ -379,10 +382,11 @@ def test_arguments_of_strict_functions_are_limited(kind: str) -> None:
         tokenizer.backend.add_special_tokens(["[TOOL_CALLS]"])
     compiler = GrammarCompiler(tokenizer.backend.to_str(), 49184, [2], spaces=True)
     strict = TOOLS[0] | {"function": TOOLS[0]["function"] | {"strict": True}}
-    asked = Tools([strict, TOOLS[1]], ["f", "g"])
-    assert asked.grammar("hermes", is_possible=False) == asked.grammar("pythonic") == {}
-    assert Tools(TOOLS, ["f", "g"]).grammar(kind) == {}
-    ((name, grammar),) = asked.grammar(kind).items()
+    asked = Tools([strict, TOOLS[1]], ["f", "g"], format=FORMATS[kind])
+    assert asked.grammar(JSON, is_possible=False) == {}
+    assert asked._replace(format=FORMATS["pythonic"]).grammar(JSON) == {}
+    assert asked._replace(declared=TOOLS).grammar(JSON) == {}
+    ((name, grammar),) = asked.grammar(JSON).items()
     for call, is_allowed in (
         ('{"name": "f", "arguments": {"x": 2}}', True),
         ('{"name": "f", "arguments": {"x": 3}}', False),
@@ -394,7 +398,7 @@ def test_arguments_of_strict_functions_are_limited(kind: str) -> None:
             text = call.replace("arguments", "parameters")
         elif kind == "mistral":
             text = f"Let me see.[TOOL_CALLS] [{call}]"
-            parsed = parse_tool_calls(kind, text, asked.names)
+            parsed = FORMATS[kind].parse(text, asked.names)
             assert parsed[0] == ("Let me see." if '"h"' not in call else text)
         ids = tokenizer.encode(text, add_special_tokens=False)
         made = compiler.compile(name, grammar)
@@ -431,20 +435,21 @@ def test_a_template_without_tools_gets_a_prompt() -> None:
 @pytest.mark.parametrize("kind", FORMATS)
 def test_required_calls_are_read_while_they_are_written(kind: str) -> None:
     """At any cut, calls are a beginning of the whole ones, which the parser of the kind reads."""
-    begin, key, between, end = _FORMS.get(kind, _LIST)
+    begin, key, between, end = FORMATS[kind].required
     arguments = ['{"x": "} \\"é, ]"}', "{}", '{"y": [1, {"z": null}], "x": "</tool_call"}']
     arguments = arguments if between else arguments[:1]
     calls = [f'{{"name": "f", "{key}": {one}}}' for one in arguments]
     text = begin + between.join(calls) + end
-    tools = Tools(TOOLS, ["f", "g"], True, True)
-    whole = tools.calls(kind, text)
+    names = ["f", "g"]
+    whole = FORMATS[kind].parse_required(text, names)
     assert whole == [ToolCall("f", one) for one in arguments]
-    assert [json.loads(one.arguments) for one in parse_tool_calls(kind, text, ["f"])[1]] == [
+    assert [json.loads(one.arguments) for one in FORMATS[kind].parse(text, ["f"])[1]] == [
         json.loads(one) for one in arguments
     ]
     for cut in range(len(text)):
-        found = tools.calls(kind, text[:cut])
+        found = FORMATS[kind].parse_required(text[:cut], names)
         assert found[:-1] == whole[: max(0, len(found) - 1)]
         if found:
             assert whole[len(found) - 1].arguments.startswith(found[-1].arguments)
-    assert len(tools._replace(is_parallel=False).calls(kind, text)) == 1
+    tools = Tools(TOOLS, names, is_required=True, is_parallel=False, format=FORMATS[kind])
+    assert tools.parse(text, is_final=True) == ("", whole[:1])

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specjax.text.tool_calls import FORMATS, MAX_PYTHON, ToolCall, parse_tool_calls
+from specjax.text.tool_formats import FORMATS, MAX_PYTHON, ToolCall
 
 NAMES = ("get_weather", "add")
 WEATHER, ADD = {"city": "Zürich"}, {"a": 1, "b": [2, {"c": None}]}
@@ -94,12 +94,12 @@ OTHERS = [
 
 @pytest.mark.parametrize(("kind", "text", "parsed"), EXAMPLES)
 def test_published_examples(kind: str, text: str, parsed: object) -> None:
-    assert parse_tool_calls(kind, text, NAMES) == parsed
+    assert FORMATS[kind].parse(text, NAMES) == parsed
 
 
 @pytest.mark.parametrize(("kind", "text"), OTHERS)
 def test_other_text_is_kept(kind: str, text: str) -> None:
-    assert parse_tool_calls(kind, text, NAMES) == (text, [])
+    assert FORMATS[kind].parse(text, NAMES) == (text, [])
 
 
 MARKS = st.sampled_from(
@@ -117,10 +117,10 @@ TEXTS = st.lists(MARKS, max_size=10).map("".join) | st.sampled_from(
 
 @given(st.sampled_from(sorted(FORMATS)), TEXTS)
 def test_parts_only_grow_to_the_whole(kind: str, text: str) -> None:
-    content, found = parse_tool_calls(kind, text, NAMES)
+    content, found = FORMATS[kind].parse(text, NAMES)
     before: tuple[str, list[ToolCall]] = "", []
     for end in range(len(text) + 1):
-        part, some = parse_tool_calls(kind, text[:end], NAMES, is_final=False)
+        part, some = FORMATS[kind].parse(text[:end], NAMES, is_final=False)
         assert content.startswith(part), (text[:end], part)
         assert found[: len(some)] == some
         assert part.startswith(before[0])
@@ -133,13 +133,13 @@ def test_parts_only_grow_to_the_whole(kind: str, text: str) -> None:
 def test_a_required_call_may_be_longer_than_python_text() -> None:
     value = {"a": "x" * MAX_PYTHON}
     text = json.dumps([{"name": "add", "arguments": value}])
-    assert parse_tool_calls("pythonic", text, NAMES) == ("", calls(("add", value)))
+    assert FORMATS["pythonic"].parse(text, NAMES) == ("", calls(("add", value)))
 
 
 def test_unclosed_tags_take_linear_time() -> None:
     text = "<tool_call>" * 20_000
     started = time.process_time()
-    assert parse_tool_calls("hermes", text, NAMES) == (text, [])
+    assert FORMATS["hermes"].parse(text, NAMES) == (text, [])
     assert time.process_time() - started < 0.1
 
 
@@ -204,8 +204,8 @@ def test_marks_in_strings_are_text(
     text = written(kind, found, is_spaced)
     parser = {"list": "mistral", "args": "mistral", "id": "mistral"}.get(kind, kind)
     content = "Now:" if text.startswith("Now:") else ""
-    assert parse_tool_calls(parser, text, NAMES) == (content, found)
+    assert FORMATS[parser].parse(text, NAMES) == (content, found)
     for end in range(0, len(text), 1 + len(text) // 40):
-        part, some = parse_tool_calls(parser, text[:end], NAMES, is_final=False)
+        part, some = FORMATS[parser].parse(text[:end], NAMES, is_final=False)
         assert content.startswith(part)
         assert found[: len(some)] == some

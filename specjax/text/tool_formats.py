@@ -14,7 +14,8 @@ has returned for a part of a text only grows. Text that is not a valid call stay
 import ast
 import json
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from specjax.text.reasoning import overlap
@@ -23,6 +24,8 @@ START, END = "<tool_call>", "</tool_call>"
 PYTHON_TAG, MISTRAL_TAG = "<|python_tag|>", "[TOOL_CALLS]"
 MISTRAL_ID, MISTRAL_ARGS = "[CALL_ID]", "[ARGS]"
 _DECODER = json.JSONDecoder()
+# reads integers of any length; the limit of Python's integers is lower than a text may have
+_SCANNER = json.JSONDecoder(parse_int=float)
 _SEPARATORS = re.compile(r"[\s;]*")
 _SPACE = re.compile(r"[ \t\n\r]*")
 MAX_PYTHON = 2**16  # characters of a list of Python calls
@@ -33,23 +36,107 @@ class ToolCall(NamedTuple):
 
     name: str
     arguments: str  # JSON text of an object
+    id: str = ""
 
 
 Parsed = tuple[str, list[ToolCall]]
 
 
-def parse_tool_calls(
-    kind: str, text: str, names: Collection[str], *, is_final: bool = True
-) -> Parsed:
-    """Return the content of a completion and its calls of functions with these ``names``.
+class CallForm(NamedTuple):
+    """The text of calls that a grammar forces: objects with a name and arguments."""
 
-    If the text is not final, a part that may still become a call is left out. Content next to
-    calls has no white space around it.
+    begin: str = "["
+    key: str = "arguments"
+    between: str = ", "  # empty if there can be only one call
+    end: str = "]"
+
+    def start(self, name: str) -> str:
+        """The text of a call before its arguments."""
+        return f'{{"name": {json.dumps(name)}, "{self.key}": '
+
+
+LIST = CallForm()
+
+
+@dataclass(frozen=True)
+class ToolFormat:
+    """The calls of a model family: how a text is parsed, and what a grammar can force.
+
+    ``optional`` is the form of calls that the model begins itself; ``None`` if no schema can limit
+    their arguments.
     """
-    content, calls = FORMATS[kind](text, names, is_final)
-    if calls or not is_final:
-        content = content.rstrip()
-    return content, calls
+
+    parser: Callable[[str, Collection[str], bool], Parsed]
+    required: CallForm = LIST
+    optional: CallForm | None = None
+    is_special: bool = False  # whether texts without special tokens lack the marks
+    id_form: str = "call_{}"  # of the id of a call, from a unique one
+
+    def parse(self, text: str, names: Collection[str], *, is_final: bool = True) -> Parsed:
+        """Return the content of a completion and its calls of functions with these ``names``.
+
+        If the text is not final, a part that may still become a call is left out. Content next to
+        calls has no white space around it.
+        """
+        content, calls = self.parser(text, names, is_final)
+        if calls or not is_final:
+            content = content.rstrip()
+        return content, calls
+
+    def parse_required(self, text: str, names: Collection[str]) -> list[ToolCall]:
+        """The calls in a text that must be calls; the arguments of the last may be incomplete."""
+        begin, _, between, _ = self.required
+        starts = {self.required.start(name): name for name in names}
+        text, at, calls = text.lstrip(), len(begin), list[ToolCall]()
+        while text.startswith(begin):
+            start = next((start for start in starts if text.startswith(start, at)), None)
+            if start is None:
+                break
+            at += len(start)
+            try:
+                _, end = _SCANNER.raw_decode(text, at)
+            except (ValueError, RecursionError):
+                end = len(text)
+            calls.append(ToolCall(starts[start], text[at:end]))
+            at = end + len("}")
+            if not between or not text.startswith(between, at):
+                break
+            at += len(between)
+        return calls
+
+    def require(self, schemas: Mapping[str, Any], *, is_parallel: bool) -> str:
+        """Make the grammar (EBNF) of texts that must be calls of functions with these schemas."""
+        begin, _, between, end = self.required
+        many = f" ({json.dumps(between)} call)*" if is_parallel and between else ""
+        # each schema is a rule of its own, so that its references keep their root
+        rules = [
+            f"start: {json.dumps(begin)} call{many} {json.dumps(end)}",
+            f"call: {' | '.join(f'call_{i}' for i in range(len(schemas)))}",
+        ]
+        for i, (name, schema) in enumerate(schemas.items()):
+            rules.append(f'call_{i}: {json.dumps(self.required.start(name))} values_{i} "}}"')
+            rules.append(f"values_{i}: %json {json.dumps(schema)}")
+        return "\n".join([*rules, ""])
+
+    def limit(self, schemas: Mapping[str, Any]) -> str | None:
+        """Make the structural tag of texts that may have calls; ``None`` if there is none."""
+        if self.optional is None:
+            return None
+        begin, _, _, end = self.optional
+        tags = [
+            {"begin": begin + self.optional.start(name), "schema": schema, "end": f"}}{end}"}
+            for name, schema in schemas.items()
+        ]
+        trigger = begin.split()[0] if begin else '{"name": "'
+        return json.dumps({"structures": tags, "triggers": [trigger]})
+
+
+def is_json(text: str) -> bool:
+    """Whether the arguments of a call are complete, which those of a forced call may not be."""
+    try:
+        return _SCANNER.raw_decode(text)[1] == len(text)
+    except (ValueError, RecursionError):
+        return False
 
 
 def _hermes(text: str, names: Collection[str], is_final: bool) -> Parsed:
@@ -119,12 +206,20 @@ def _pythonic(text: str, names: Collection[str], is_final: bool) -> Parsed:
     return ("", calls) if calls else (text, [])
 
 
-FORMATS: dict[str, Callable[[str, Collection[str], bool], Parsed]] = {
-    "hermes": _hermes,
-    "qwen25": _hermes,
-    "llama3": _llama3,
-    "mistral": _mistral,
-    "pythonic": _pythonic,
+_TAGS = CallForm(f"{START}\n", between=f"\n{END}\n{START}\n", end=f"\n{END}")
+_OBJECT = CallForm("", "parameters", "", "")
+HERMES = ToolFormat(_hermes, _TAGS, _TAGS)
+FORMATS = {
+    "hermes": HERMES,
+    "qwen25": HERMES,
+    "llama3": ToolFormat(_llama3, _OBJECT, _OBJECT),
+    "mistral": ToolFormat(
+        _mistral,
+        optional=CallForm(f"{MISTRAL_TAG} [", between=""),
+        is_special=True,
+        id_form="{:.9}",  # templates demand nine letters or digits
+    ),
+    "pythonic": ToolFormat(_pythonic),
 }
 
 

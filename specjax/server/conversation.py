@@ -1,0 +1,253 @@
+"""A conversation, whichever API it came by: messages, tools and variables of the chat template.
+
+An API's file brings them into the form of chat completions, which templates read. It passes what is
+left of the body, with OpenAI's names of sampling parameters, to :meth:`Conversation.make_call`.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from specjax.checks import short
+from specjax.engine.requests import encode_conversation
+from specjax.sampling.grammar import LAYOUT, OPTIONS
+from specjax.scheduling.loop import Call
+from specjax.scheduling.request import new_id
+from specjax.server.fields import ApiError, Body, bad_value, finish_fields
+from specjax.server.parameters import take_params
+from specjax.server.service import MAX_REPORTED, Service
+from specjax.text.parts import TextParts, Tools
+from specjax.text.reasoning import END as THINK_END
+from specjax.text.reasoning import START as THINK
+from specjax.text.tool_formats import END, FORMATS, HERMES, START, is_json
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+MAX_TOOLS, MAX_NAME = 128, 64  # OpenAI's limits
+# For templates without tools: the prompt of Qwen2.5 and Hermes, in our words.
+PROMPT = """You can call these functions. Each line is the JSON schema of one:
+{tools}
+To call a function, answer with a JSON object with its name and arguments between these tags:
+{start}
+{{"name": "the function", "arguments": {{"the parameter": "the value"}}}}
+{end}"""
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Messages of :func:`make_message`, the template's variables, and tools."""
+
+    messages: Sequence[dict[str, Any]]
+    variables: Mapping[str, Any]
+    tools: Tools
+
+    @classmethod
+    def of(
+        cls,
+        service: Service,
+        messages: Sequence[dict[str, Any]],
+        variables: Mapping[str, Any],
+        tools: Any,
+        tool_choice: Any,
+        is_parallel: bool,
+    ) -> "Conversation":
+        """Check the tools, and tell the model about them: by the template or else by a prompt."""
+        tools = _check_tools(tools, tool_choice, is_parallel)
+        tools = tools._replace(
+            format=FORMATS.get(service.engine.tool_call_parser or ""), new_id=new_id
+        )
+        if tools.declared and "tools" in (service.tokenizer.chat_template or ""):
+            variables = {**variables, "tools": tools.declared}
+        elif tools.names and tools.format in (None, HERMES):
+            messages = with_default_prompt(messages, tools.declared)
+        elif tools.names:
+            message = "the chat template does not read tools, so tool_call_parser must be hermes"
+            raise ApiError(400, message, param="tools")
+        return cls(messages, variables, tools)
+
+    def encode(self, service: Service) -> list[int]:
+        length = service.engine.context_length
+        return encode_conversation(service.tokenizer, length, self.messages, **self.variables)
+
+    def make_call(
+        self,
+        service: Service,
+        body: Body,
+        request_id: str,
+        *,
+        is_stream: bool,
+        is_apart: bool,
+        num_top: int | None = None,
+    ) -> tuple[Call, Callable[[], TextParts]]:
+        """Take the parameters from the fields that are left, and make the engine's call.
+
+        Args:
+            is_apart: whether reasoning and calls are apart from the content.
+            num_top: number of top log-probabilities; ``None`` for no log-probabilities at all.
+
+        Returns:
+            The call, and a function that makes the reader of one choice's text.
+        """
+        if self.tools.names and self.tools.format is None:
+            message = "tools need the engine option tool_call_parser, or tool_choice='none'"
+            raise ApiError(400, message, param="tools")
+        engine, tools, tags = service.engine, self.tools, service.engine.reasoning
+        length, wants_logprobs = engine.context_length, num_top is not None
+        is_bounded = wants_logprobs and "max_tokens" not in body
+        can_limit = engine.config.has_grammars and "response_format" not in body
+        grammar = tools.grammar({OPTIONS: LAYOUT}, is_possible=can_limit)
+        params = take_params(body, length, grammar)
+        marks = (tools.format if tools.names else None, tags)
+        if any(mark is not None and mark.is_special for mark in marks):
+            params = replace(params, skip_special_tokens=False)
+        finish_fields(body, service.ignored_fields)
+        service.check_count(params.n)
+        if is_bounded:
+            most = MAX_REPORTED // (params.n * (1 + (num_top or 0)))
+            params = replace(params, max_new_tokens=min(length, most))
+        ids = self.encode(service)
+        call = engine.make_call(
+            stream=is_stream,
+            sampling_params=params,
+            rid=request_id,
+            input_ids=ids,
+            return_logprob=wants_logprobs,
+            top_logprobs_num=num_top or 0,
+        )
+        is_open = tags is not None and (tags.last(ids) == THINK or self._is_in_reasoning)
+        return call, partial(
+            TextParts, tools=tools, reasons=tags is not None, is_open=is_open, is_apart=is_apart
+        )
+
+    @property
+    def _is_in_reasoning(self) -> bool:
+        """Whether the last message, which the answer continues, ends within reasoning."""
+        text = self.messages[-1]["content"]
+        is_continued = bool(self.variables.get("continue_final_message"))
+        return is_continued and text.rfind(THINK) > text.rfind(THINK_END)
+
+
+def effort_variables(name: str, effort: str | None) -> dict[str, Any]:
+    """Return the template's variables for the effort of reasoning in the field ``name``."""
+    if effort is None:
+        return {}
+    if effort not in EFFORTS:
+        raise bad_value(name, effort, f"must be one of {', '.join(EFFORTS)}")
+    return {"reasoning_effort": effort} | ({"enable_thinking": False} if effort == "none" else {})
+
+
+def _check_tools(tools: Any, choice: Any, is_parallel: bool) -> Tools:
+    if not isinstance(tools, list) or len(tools) > MAX_TOOLS:
+        raise bad_value("tools", tools, f"must be a list of at most {MAX_TOOLS} functions")
+    names = [_name(i, tool) for i, tool in enumerate(tools)]
+    if len(set(names)) < len(names):
+        raise ApiError(400, f"tools must not repeat a name; got {short(names)}", param="tools")
+    if isinstance(choice, dict):
+        function = choice.get("function")
+        name = function.get("name") if isinstance(function, dict) else None
+        if name not in names:
+            raise bad_value("tool_choice", choice, f"must name one of the tools {short(names)}")
+        return Tools(tools, [name], is_required=True, is_parallel=False)
+    if choice not in ("none", "auto", "required"):
+        raise bad_value("tool_choice", choice, "must be none, auto, required or a function")
+    if choice == "required" and not tools:
+        raise ApiError(400, "tool_choice='required' needs tools", param="tool_choice")
+    return Tools(tools, [] if choice == "none" else names, choice == "required", is_parallel)
+
+
+def _name(index: int, tool: Any) -> str:
+    """Check a tool, and return its function's name."""
+    function = tool.get("function") if isinstance(tool, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    parameters = function.get("parameters") if isinstance(function, dict) else None
+    is_valid = isinstance(name, str) and 0 < len(name) <= MAX_NAME
+    if not is_valid or not isinstance(parameters, dict | None):
+        message = (
+            f"tools[{index}]={short(tool)} must have function.name, of 1 to {MAX_NAME} characters, "
+            "and function.parameters, a JSON schema"
+        )
+        raise ApiError(400, message, param="tools")
+    return str(name)
+
+
+def with_default_prompt(
+    messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Tell a model about tools if its template does not; calls and results become text."""
+    lines = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
+    prompt = PROMPT.format(tools=lines, start=START, end=END)
+    system, *others = map(_as_text, messages)
+    if system["role"] == "system":
+        return [system | {"content": f"{system['content']}\n\n{prompt}"}, *others]
+    return [{"role": "system", "content": prompt}, system, *others]
+
+
+def _as_text(message: dict[str, Any]) -> dict[str, Any]:
+    if message["role"] == "tool":
+        content = f"<tool_response>\n{message['content']}\n</tool_response>"
+        return {"role": "user", "content": content}
+    calls = []
+    for function in (call["function"] for call in message.get("tool_calls", ())):
+        arguments = function.get("arguments")
+        is_text = isinstance(arguments, str) and is_json(arguments)
+        text = arguments if is_text else json.dumps(arguments)
+        name = json.dumps(function.get("name"))
+        calls.append(f'{START}\n{{"name": {name}, "arguments": {text}}}\n{END}')
+    if not calls:
+        return message
+    content = "\n".join([message["content"], *calls]).lstrip("\n")
+    return {"role": message["role"], "content": content}
+
+
+def make_message(where: str, message: Any) -> dict[str, Any]:
+    """Check a message in the form of chat completions; its content becomes plain text."""
+    if not isinstance(message, dict):
+        raise ApiError(400, f"{where} must be an object", param=where)
+    fields = Body(message)
+    role = fields.take("role")
+    if role not in ROLES:
+        raise ApiError(400, f"{where}.role must be one of {', '.join(ROLES)}", param=where)
+    plain = {
+        # templates do not support developer, the newer name of the same role
+        "role": "system" if role == "developer" else role,
+        "content": _text(where, fields.take("content")),
+    }
+    if (name := fields.take("name")) is not None:
+        if not isinstance(name, str):
+            raise ApiError(400, f"{where}.name must be a string", param=where)
+        plain["name"] = name
+    if calls := fields.take("tool_calls"):
+        plain["tool_calls"] = _tool_calls(where, calls)
+    for neutral in ("refusal", "annotations", "audio", "function_call"):
+        if value := fields.take(neutral):
+            raise bad_value(f"{where}.{neutral}", value, "is not supported")
+    # the template may use more fields, for example the reasoning of an earlier message
+    return plain | {name: fields.take(name) for name in fields.left}
+
+
+def _tool_calls(where: str, calls: Any) -> list[dict[str, Any]]:
+    if not isinstance(calls, list) or not all(
+        isinstance(call, dict) and isinstance(call.get("function"), dict) for call in calls
+    ):
+        raise bad_value(f"{where}.tool_calls", calls, "must be a list of calls with a function")
+    return calls
+
+
+def _text(where: str, content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    if content is None:
+        return ""
+    if not isinstance(content, list):
+        raise ApiError(400, f"{where}.content must be a string or a list of parts", param=where)
+    texts = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else None
+        text = part.get("text") if kind == "text" else None
+        if not isinstance(text, str):
+            message = f"{where}.content has a part of type {short(kind)}; only text is supported"
+            raise ApiError(400, message, param=where)
+        texts.append(text)
+    return "\n".join(texts)
