@@ -43,7 +43,6 @@ def _chat(service: Service, body: Body) -> tuple[Call, ChoicesAnswer]:
     body.put("max_tokens", older)
     request_id = f"chatcmpl-{new_id()}"
     call, new_parts = conversation.make_call(
-        service,
         body,
         request_id,
         is_stream=is_stream,
@@ -79,13 +78,13 @@ def take_conversation(service: Service, body: Body) -> Conversation:
     if all(variables[name] for name in _RESERVED[1:]):
         message = "continue_final_message=true needs add_generation_prompt=false"
         raise ApiError(400, message, param="continue_final_message")
-    return Conversation.of(
+    return Conversation(
         service,
         [make_message(f"messages[{i}]", message) for i, message in enumerate(messages)],
         variables,
-        body.take("tools", []),
-        body.take("tool_choice", "auto"),
-        body.flag("parallel_tool_calls", True),
+        tools=body.take("tools", []),
+        choice=body.take("tool_choice", "auto"),
+        is_parallel=body.flag("parallel_tool_calls", True),
     )
 
 

@@ -5,8 +5,8 @@ left of the body, with OpenAI's names of sampling parameters, to :meth:`Conversa
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,13 +15,21 @@ from specjax.engine.requests import encode_conversation
 from specjax.sampling.grammar import LAYOUT, OPTIONS
 from specjax.scheduling.loop import Call
 from specjax.scheduling.request import new_id
-from specjax.server.fields import ApiError, Body, bad_value, finish_fields
+from specjax.server.fields import ApiError, Body, bad_value, finish_fields, get
 from specjax.server.parameters import take_params
 from specjax.server.service import MAX_REPORTED, Service
 from specjax.text.parts import TextParts, Tools
 from specjax.text.reasoning import END as THINK_END
 from specjax.text.reasoning import START as THINK
-from specjax.text.tool_formats import END, FORMATS, HERMES, START, is_json
+from specjax.text.tool_formats import (
+    END,
+    FORMATS,
+    HERMES,
+    NO_FORMAT,
+    START,
+    ToolFormat,
+    is_json,
+)
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
@@ -35,45 +43,46 @@ To call a function, answer with a JSON object with its name and arguments betwee
 {end}"""
 
 
-@dataclass(frozen=True)
 class Conversation:
-    """Messages of :func:`make_message`, the template's variables, and tools."""
+    """The prompt of one request.
 
-    messages: Sequence[dict[str, Any]]
-    variables: Mapping[str, Any]
-    tools: Tools
+    Args:
+        messages: those of :func:`make_message`.
+        variables: of the template.
+        tools, choice, is_parallel: the fields of chat completions that describe tools.
 
-    @classmethod
-    def of(
-        cls,
+    Raises:
+        ApiError: if a value is not accepted, or the model cannot be told about the tools.
+    """
+
+    def __init__(
+        self,
         service: Service,
-        messages: Sequence[dict[str, Any]],
-        variables: Mapping[str, Any],
+        messages: list[dict[str, Any]],
+        variables: dict[str, Any],
+        *,
         tools: Any,
-        tool_choice: Any,
+        choice: Any,
         is_parallel: bool,
-    ) -> "Conversation":
-        """Check the tools, and tell the model about them: by the template or else by a prompt."""
-        tools = _check_tools(tools, tool_choice, is_parallel)
-        tools = tools._replace(
-            format=FORMATS.get(service.engine.tool_call_parser or ""), new_id=new_id
-        )
-        if tools.declared and "tools" in (service.tokenizer.chat_template or ""):
-            variables = {**variables, "tools": tools.declared}
-        elif tools.names and tools.format in (None, HERMES):
-            messages = with_default_prompt(messages, tools.declared)
-        elif tools.names:
+    ) -> None:
+        tool_format = FORMATS.get(service.engine.tool_call_parser or "", NO_FORMAT)
+        self.tools = _check_tools(tools, choice, is_parallel, tool_format)
+        if tools and "tools" in (service.tokenizer.chat_template or ""):
+            variables["tools"] = tools
+        elif self.tools.names and tool_format in (NO_FORMAT, HERMES):
+            messages = with_default_prompt(messages, tools)
+        elif self.tools.names:
             message = "the chat template does not read tools, so tool_call_parser must be hermes"
             raise ApiError(400, message, param="tools")
-        return cls(messages, variables, tools)
+        self._service, self._messages, self._variables = service, messages, variables
 
-    def encode(self, service: Service) -> list[int]:
-        length = service.engine.context_length
-        return encode_conversation(service.tokenizer, length, self.messages, **self.variables)
+    def encode(self) -> list[int]:
+        """Render the chat template, and return the token ids."""
+        length, tokenizer = self._service.engine.context_length, self._service.tokenizer
+        return encode_conversation(tokenizer, length, self._messages, **self._variables)
 
     def make_call(
         self,
-        service: Service,
         body: Body,
         request_id: str,
         *,
@@ -84,30 +93,29 @@ class Conversation:
         """Take the parameters from the fields that are left, and make the engine's call.
 
         Args:
-            is_apart: whether reasoning and calls are apart from the content.
+            is_apart: whether the reasoning is apart from the content.
             num_top: number of top log-probabilities; ``None`` for no log-probabilities at all.
 
         Returns:
             The call, and a function that makes the reader of one choice's text.
         """
-        if self.tools.names and self.tools.format is None:
+        service, engine, tools = self._service, self._service.engine, self.tools
+        length, tags, wants_logprobs = engine.context_length, engine.reasoning, num_top is not None
+        if tools.names and tools.format is NO_FORMAT:
             message = "tools need the engine option tool_call_parser, or tool_choice='none'"
             raise ApiError(400, message, param="tools")
-        engine, tools, tags = service.engine, self.tools, service.engine.reasoning
-        length, wants_logprobs = engine.context_length, num_top is not None
         is_bounded = wants_logprobs and "max_tokens" not in body
         can_limit = engine.config.has_grammars and "response_format" not in body
         grammar = tools.grammar({OPTIONS: LAYOUT}, is_possible=can_limit)
         params = take_params(body, length, grammar)
-        marks = (tools.format if tools.names else None, tags)
-        if any(mark is not None and mark.is_special for mark in marks):
-            params = replace(params, skip_special_tokens=False)
+        if (tools.names and tools.format.is_special) or (tags is not None and tags.is_special):
+            params = replace(params, skip_special_tokens=False)  # these mark calls and reasoning
         finish_fields(body, service.ignored_fields)
         service.check_count(params.n)
         if is_bounded:
             most = MAX_REPORTED // (params.n * (1 + (num_top or 0)))
             params = replace(params, max_new_tokens=min(length, most))
-        ids = self.encode(service)
+        ids = self.encode()
         call = engine.make_call(
             stream=is_stream,
             sampling_params=params,
@@ -117,15 +125,16 @@ class Conversation:
             top_logprobs_num=num_top or 0,
         )
         is_open = tags is not None and (tags.last(ids) == THINK or self._is_in_reasoning)
+        reasons = tags is not None
         return call, partial(
-            TextParts, tools=tools, reasons=tags is not None, is_open=is_open, is_apart=is_apart
+            TextParts, tools=tools, reasons=reasons, is_open=is_open, is_apart=is_apart
         )
 
     @property
     def _is_in_reasoning(self) -> bool:
         """Whether the last message, which the answer continues, ends within reasoning."""
-        text = self.messages[-1]["content"]
-        is_continued = bool(self.variables.get("continue_final_message"))
+        text = self._messages[-1]["content"]
+        is_continued = bool(self._variables.get("continue_final_message"))
         return is_continued and text.rfind(THINK) > text.rfind(THINK_END)
 
 
@@ -138,38 +147,33 @@ def effort_variables(name: str, effort: str | None) -> dict[str, Any]:
     return {"reasoning_effort": effort} | ({"enable_thinking": False} if effort == "none" else {})
 
 
-def _check_tools(tools: Any, choice: Any, is_parallel: bool) -> Tools:
+def _check_tools(tools: Any, choice: Any, is_parallel: bool, tool_format: ToolFormat) -> Tools:
     if not isinstance(tools, list) or len(tools) > MAX_TOOLS:
         raise bad_value("tools", tools, f"must be a list of at most {MAX_TOOLS} functions")
-    names = [_name(i, tool) for i, tool in enumerate(tools)]
+    names = []
+    for i, tool in enumerate(tools):
+        name, parameters = (get(tool, "function", key) for key in ("name", "parameters"))
+        is_valid = isinstance(name, str) and 0 < len(name) <= MAX_NAME
+        if not is_valid or not isinstance(parameters, dict | None):
+            message = (
+                f"tools[{i}]={short(tool)} must have function.name, of 1 to {MAX_NAME} characters, "
+                "and function.parameters, a JSON schema"
+            )
+            raise ApiError(400, message, param="tools")
+        names.append(name)
     if len(set(names)) < len(names):
         raise ApiError(400, f"tools must not repeat a name; got {short(names)}", param="tools")
+    is_required = choice == "required" or isinstance(choice, dict)
     if isinstance(choice, dict):
-        function = choice.get("function")
-        name = function.get("name") if isinstance(function, dict) else None
-        if name not in names:
+        if (name := get(choice, "function", "name")) not in names:
             raise bad_value("tool_choice", choice, f"must name one of the tools {short(names)}")
-        return Tools(tools, [name], is_required=True, is_parallel=False)
-    if choice not in ("none", "auto", "required"):
+        names, is_parallel = [name], False
+    elif choice not in ("none", "auto", "required"):
         raise bad_value("tool_choice", choice, "must be none, auto, required or a function")
-    if choice == "required" and not tools:
+    elif is_required and not tools:
         raise ApiError(400, "tool_choice='required' needs tools", param="tool_choice")
-    return Tools(tools, [] if choice == "none" else names, choice == "required", is_parallel)
-
-
-def _name(index: int, tool: Any) -> str:
-    """Check a tool, and return its function's name."""
-    function = tool.get("function") if isinstance(tool, dict) else None
-    name = function.get("name") if isinstance(function, dict) else None
-    parameters = function.get("parameters") if isinstance(function, dict) else None
-    is_valid = isinstance(name, str) and 0 < len(name) <= MAX_NAME
-    if not is_valid or not isinstance(parameters, dict | None):
-        message = (
-            f"tools[{index}]={short(tool)} must have function.name, of 1 to {MAX_NAME} characters, "
-            "and function.parameters, a JSON schema"
-        )
-        raise ApiError(400, message, param="tools")
-    return str(name)
+    names = [] if choice == "none" else names
+    return Tools(tools, names, is_required, is_parallel, tool_format, new_id)
 
 
 def with_default_prompt(
@@ -219,7 +223,10 @@ def make_message(where: str, message: Any) -> dict[str, Any]:
             raise ApiError(400, f"{where}.name must be a string", param=where)
         plain["name"] = name
     if calls := fields.take("tool_calls"):
-        plain["tool_calls"] = _tool_calls(where, calls)
+        functions = [get(call, "function") for call in calls] if isinstance(calls, list) else [None]
+        if not all(isinstance(function, dict) for function in functions):
+            raise bad_value(f"{where}.tool_calls", calls, "must be a list of calls with a function")
+        plain["tool_calls"] = calls
     for neutral in ("refusal", "annotations", "audio", "function_call"):
         if value := fields.take(neutral):
             raise bad_value(f"{where}.{neutral}", value, "is not supported")
@@ -227,27 +234,14 @@ def make_message(where: str, message: Any) -> dict[str, Any]:
     return plain | {name: fields.take(name) for name in fields.left}
 
 
-def _tool_calls(where: str, calls: Any) -> list[dict[str, Any]]:
-    if not isinstance(calls, list) or not all(
-        isinstance(call, dict) and isinstance(call.get("function"), dict) for call in calls
-    ):
-        raise bad_value(f"{where}.tool_calls", calls, "must be a list of calls with a function")
-    return calls
-
-
 def _text(where: str, content: Any) -> str:
-    if isinstance(content, str):
-        return content
-    if content is None:
-        return ""
+    if content is None or isinstance(content, str):
+        return content or ""
     if not isinstance(content, list):
         raise ApiError(400, f"{where}.content must be a string or a list of parts", param=where)
-    texts = []
-    for part in content:
-        kind = part.get("type") if isinstance(part, dict) else None
-        text = part.get("text") if kind == "text" else None
-        if not isinstance(text, str):
-            message = f"{where}.content has a part of type {short(kind)}; only text is supported"
+    for item in content:
+        if get(item, "type") != "text" or not isinstance(item.get("text"), str):
+            kind = short(get(item, "type"))
+            message = f"{where}.content has a part of type {kind}; only text is supported"
             raise ApiError(400, message, param=where)
-        texts.append(text)
-    return "\n".join(texts)
+    return "\n".join(item["text"] for item in content)

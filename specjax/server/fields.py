@@ -150,6 +150,13 @@ def bad_value(name: str, value: Any, demand: str, *, code: str | None = None) ->
     return ApiError(400, f"{name}={short(value)} {demand}", param=param, code=code)
 
 
+def get(value: Any, *path: str) -> Any:
+    """Return the value at a path of nested objects; ``None`` if there is none."""
+    for name in path:
+        value = value.get(name) if isinstance(value, dict) else None
+    return value
+
+
 class _Name(str):
     """A field name. The decoder calls a hook for each one, and the hook counts the fields."""
 

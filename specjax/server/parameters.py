@@ -7,7 +7,7 @@ from typing import Any
 
 from specjax.checks import is_integer, short
 from specjax.sampling.params import GRAMMARS, SamplingParams
-from specjax.server.fields import NAMES, ApiError, Body, bad_value
+from specjax.server.fields import NAMES, ApiError, Body, bad_value, get
 from specjax.text.parts import ANY_OBJECT
 
 # vLLM's name in structured_outputs -> the sampling parameter, if it has another name
@@ -75,22 +75,21 @@ def _take_grammar(
 
 
 def _format(value: Any) -> dict[str, Any]:
-    kind = value.get("type") if isinstance(value, dict) else None
+    kind, schema = get(value, "type"), get(value, "json_schema", "schema")
     if kind == "text":
         return {}
     if kind == "json_object":
         return {"json_schema": ANY_OBJECT}
     if kind == "structural_tag":
         return {"structural_tag": value}
-    schema = value.get("json_schema") if isinstance(value, dict) else None
-    if kind != "json_schema" or not isinstance(schema, dict) or schema.get("schema") is None:
+    if kind != "json_schema" or schema is None:
         raise bad_value(
             "response_format",
             value,
             "must have the type text, json_object, structural_tag or json_schema, the last with "
             "json_schema.schema",
         )
-    return {"json_schema": schema["schema"]}
+    return {"json_schema": schema}
 
 
 def _structured(value: Any) -> dict[str, Any]:

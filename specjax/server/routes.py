@@ -221,7 +221,7 @@ def tokenize(service: Service, body: Body) -> bytes:
     is_batch = isinstance(prompt, list)
     if conversation is not None:
         with client_names("messages"):
-            ids = [conversation.encode(service)]
+            ids = [conversation.encode()]
     else:
         texts = prompt if is_batch else [prompt]
         if not all(isinstance(text, str) for text in texts):

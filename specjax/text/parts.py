@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from specjax.text.reasoning import split_reasoning
-from specjax.text.tool_formats import Parsed, ToolCall, ToolFormat, is_json
+from specjax.text.tool_formats import NO_FORMAT, Parsed, ToolCall, ToolFormat, is_json
 
 ANY_OBJECT = {"type": "object"}
 
@@ -17,46 +17,35 @@ class Tools(NamedTuple):
     names: Sequence[str] = ()  # those that may be called
     is_required: bool = False
     is_parallel: bool = True  # whether there may be several calls
-    format: ToolFormat | None = None  # without one, no call is recognised
+    format: ToolFormat = NO_FORMAT
     new_id: Callable[[], str] = str  # makes a unique text for the id of a call
 
     def grammar(self, layout: dict[str, Any], *, is_possible: bool = True) -> dict[str, Any]:
         """Sampling parameters that force a call, or the arguments of calls of strict functions.
 
-        Args:
-            layout: options of the JSON text, which each schema gets.
-            is_possible: whether arguments can be limited; else strict functions are like others.
+        Each schema gets the options of ``layout``. Without ``is_possible``, strict functions are
+        like others.
         """
-        declared = {tool["function"]["name"]: tool["function"] for tool in self.declared}
-        functions = {name: tool for name, tool in declared.items() if name in self.names}
-        if self.format is None or not functions:
-            return {}
-        schemas = {
-            name: (tool.get("parameters") or ANY_OBJECT) | layout
-            for name, tool in functions.items()
-        }
+        functions = {tool["function"]["name"]: tool["function"] for tool in self.declared}
+        functions = {name: functions[name] for name in functions if name in self.names}
+        schemas = {n: (f.get("parameters") or ANY_OBJECT) | layout for n, f in functions.items()}
         if self.is_required:
-            return {"ebnf": self.format.require(schemas, is_parallel=self.is_parallel)}
-        if not is_possible or all(tool.get("strict") is not True for tool in functions.values()):
+            return {"ebnf": self.format.required.grammar(schemas, is_parallel=self.is_parallel)}
+        is_strict = is_possible and any(f.get("strict") is True for f in functions.values())
+        if self.format.optional is None or not is_strict:
             return {}
-        schemas |= {name: ANY_OBJECT for name, tool in functions.items() if not tool.get("strict")}
-        tag = self.format.limit(schemas)
-        return {} if tag is None else {"structural_tag": tag}
+        schemas |= {n: ANY_OBJECT for n, f in functions.items() if not f.get("strict")}
+        return {"structural_tag": self.format.optional.tag(schemas)}
 
     def parse(self, text: str, *, is_final: bool) -> Parsed:
         """Return the content of a text so far, and its calls."""
-        if self.format is None or not self.names:
+        if not self.names:
             return text, []
         content = ""
-        calls = self.format.parse_required(text, self.names) if self.is_required else []
+        calls = self.format.required.calls(text, self.names) if self.is_required else []
         if not calls:
             content, calls = self.format.parse(text, self.names, is_final=is_final)
         return content, calls[: None if self.is_parallel else 1]
-
-    def call_id(self) -> str:
-        """Make the id of a call."""
-        assert self.format is not None
-        return self.format.id_form.format(self.new_id())
 
 
 NO_TOOLS = Tools()
@@ -67,8 +56,7 @@ class NewParts(NamedTuple):
 
     reasoning: str
     content: str
-    # positions of calls with the new text of their arguments; a call that continues has no id
-    calls: list[tuple[int, ToolCall]]
+    calls: list[tuple[int, ToolCall]]  # by position; more arguments of a call have no name and id
 
 
 @dataclass(kw_only=True)
@@ -98,15 +86,16 @@ class TextParts:
         if not self.is_apart:
             reasoning, content = "", text[: len(text) - len(answer)] + content
         new_calls = []
-        for i, call in enumerate(calls):
-            sent = self.calls[i] if i < len(self.calls) else None
-            calls[i] = call._replace(id=sent.id if sent else self.tools.call_id())
-            if sent is None:
-                new_calls.append((i, calls[i]))
-            elif len(call.arguments) > len(sent.arguments):
-                new_calls.append((i, ToolCall("", call.arguments[len(sent.arguments) :])))
+        for i, (name, arguments, _) in enumerate(calls):
+            if i == len(self.calls):
+                call_id = self.tools.format.id_form.format(self.tools.new_id())
+                self.calls.append(ToolCall(name, arguments, call_id))
+                new_calls.append((i, self.calls[i]))
+            elif more := arguments[len(self.calls[i].arguments) :]:
+                self.calls[i] = self.calls[i]._replace(arguments=arguments)
+                new_calls.append((i, ToolCall("", more)))
         new = NewParts(reasoning[len(self.reasoning) :], content[len(self.content) :], new_calls)
-        self.reasoning, self.content, self.calls = reasoning, content, calls
+        self.reasoning, self.content = reasoning, content
         return new
 
     @property

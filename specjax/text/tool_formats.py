@@ -15,7 +15,6 @@ import ast
 import json
 import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from specjax.text.reasoning import overlap
@@ -54,23 +53,53 @@ class CallForm(NamedTuple):
         """The text of a call before its arguments."""
         return f'{{"name": {json.dumps(name)}, "{self.key}": '
 
+    def calls(self, text: str, names: Collection[str]) -> list[ToolCall]:
+        """The calls in a text of this form; the arguments of the last may be incomplete."""
+        starts = {self.start(name): name for name in names}
+        text, at, before, calls = text.lstrip(), 0, self.begin, list[ToolCall]()
+        while start := next((x for x in starts if text.startswith(before + x, at)), None):
+            at += len(before + start)
+            end = _end(text, at)
+            calls.append(ToolCall(starts[start], text[at:end]))
+            if end is None or not self.between:
+                break
+            at, before = end + len("}"), self.between
+        return calls
+
+    def grammar(self, schemas: Mapping[str, Any], *, is_parallel: bool) -> str:
+        """The grammar (EBNF) of texts that must be calls of functions with these schemas."""
+        many = f" ({json.dumps(self.between)} call)*" if is_parallel and self.between else ""
+        rules = [
+            f"start: {json.dumps(self.begin)} call{many} {json.dumps(self.end)}",
+            f"call: {' | '.join(f'call_{i}' for i in range(len(schemas)))}",
+        ]
+        # each schema is a rule of its own, so that its references keep their root
+        for i, (name, schema) in enumerate(schemas.items()):
+            rules.append(f'call_{i}: {json.dumps(self.start(name))} values_{i} "}}"')
+            rules.append(f"values_{i}: %json {json.dumps(schema)}")
+        return "\n".join([*rules, ""])
+
+    def tag(self, schemas: Mapping[str, Any]) -> str:
+        """The structural tag of texts that may have calls of functions with these schemas."""
+        tags = [
+            {"begin": self.begin + self.start(name), "schema": schema, "end": f"}}{self.end}"}
+            for name, schema in schemas.items()
+        ]
+        trigger = self.begin.split()[0] if self.begin else '{"name": "'
+        return json.dumps({"structures": tags, "triggers": [trigger]})
+
 
 LIST = CallForm()
 
 
-@dataclass(frozen=True)
-class ToolFormat:
-    """The calls of a model family: how a text is parsed, and what a grammar can force.
-
-    ``optional`` is the form of calls that the model begins itself; ``None`` if no schema can limit
-    their arguments.
-    """
+class ToolFormat(NamedTuple):
+    """The calls of a model family: how a text is parsed, and what a grammar can force."""
 
     parser: Callable[[str, Collection[str], bool], Parsed]
     required: CallForm = LIST
-    optional: CallForm | None = None
+    optional: CallForm | None = None  # ``None`` if no schema can limit calls that are not required
     is_special: bool = False  # whether texts without special tokens lack the marks
-    id_form: str = "call_{}"  # of the id of a call, from a unique one
+    id_form: str = "call_{}"  # makes the id of a call from a unique text
 
     def parse(self, text: str, names: Collection[str], *, is_final: bool = True) -> Parsed:
         """Return the content of a completion and its calls of functions with these ``names``.
@@ -79,64 +108,20 @@ class ToolFormat:
         calls has no white space around it.
         """
         content, calls = self.parser(text, names, is_final)
-        if calls or not is_final:
-            content = content.rstrip()
-        return content, calls
+        return content.rstrip() if calls or not is_final else content, calls
 
-    def parse_required(self, text: str, names: Collection[str]) -> list[ToolCall]:
-        """The calls in a text that must be calls; the arguments of the last may be incomplete."""
-        begin, _, between, _ = self.required
-        starts = {self.required.start(name): name for name in names}
-        text, at, calls = text.lstrip(), len(begin), list[ToolCall]()
-        while text.startswith(begin):
-            start = next((start for start in starts if text.startswith(start, at)), None)
-            if start is None:
-                break
-            at += len(start)
-            try:
-                _, end = _SCANNER.raw_decode(text, at)
-            except (ValueError, RecursionError):
-                end = len(text)
-            calls.append(ToolCall(starts[start], text[at:end]))
-            at = end + len("}")
-            if not between or not text.startswith(between, at):
-                break
-            at += len(between)
-        return calls
 
-    def require(self, schemas: Mapping[str, Any], *, is_parallel: bool) -> str:
-        """Make the grammar (EBNF) of texts that must be calls of functions with these schemas."""
-        begin, _, between, end = self.required
-        many = f" ({json.dumps(between)} call)*" if is_parallel and between else ""
-        # each schema is a rule of its own, so that its references keep their root
-        rules = [
-            f"start: {json.dumps(begin)} call{many} {json.dumps(end)}",
-            f"call: {' | '.join(f'call_{i}' for i in range(len(schemas)))}",
-        ]
-        for i, (name, schema) in enumerate(schemas.items()):
-            rules.append(f'call_{i}: {json.dumps(self.required.start(name))} values_{i} "}}"')
-            rules.append(f"values_{i}: %json {json.dumps(schema)}")
-        return "\n".join([*rules, ""])
-
-    def limit(self, schemas: Mapping[str, Any]) -> str | None:
-        """Make the structural tag of texts that may have calls; ``None`` if there is none."""
-        if self.optional is None:
-            return None
-        begin, _, _, end = self.optional
-        tags = [
-            {"begin": begin + self.optional.start(name), "schema": schema, "end": f"}}{end}"}
-            for name, schema in schemas.items()
-        ]
-        trigger = begin.split()[0] if begin else '{"name": "'
-        return json.dumps({"structures": tags, "triggers": [trigger]})
+def _end(text: str, at: int) -> int | None:
+    """The end of the JSON value that begins at a position; ``None`` if it is not complete."""
+    try:
+        return _SCANNER.raw_decode(text, at)[1]
+    except (ValueError, RecursionError):
+        return None
 
 
 def is_json(text: str) -> bool:
     """Whether the arguments of a call are complete, which those of a forced call may not be."""
-    try:
-        return _SCANNER.raw_decode(text)[1] == len(text)
-    except (ValueError, RecursionError):
-        return False
+    return _end(text, 0) == len(text)
 
 
 def _hermes(text: str, names: Collection[str], is_final: bool) -> Parsed:
@@ -209,16 +194,13 @@ def _pythonic(text: str, names: Collection[str], is_final: bool) -> Parsed:
 _TAGS = CallForm(f"{START}\n", between=f"\n{END}\n{START}\n", end=f"\n{END}")
 _OBJECT = CallForm("", "parameters", "", "")
 HERMES = ToolFormat(_hermes, _TAGS, _TAGS)
+NO_FORMAT = ToolFormat(lambda text, names, is_final: (text, []))
 FORMATS = {
     "hermes": HERMES,
     "qwen25": HERMES,
     "llama3": ToolFormat(_llama3, _OBJECT, _OBJECT),
-    "mistral": ToolFormat(
-        _mistral,
-        optional=CallForm(f"{MISTRAL_TAG} [", between=""),
-        is_special=True,
-        id_form="{:.9}",  # templates demand nine letters or digits
-    ),
+    # templates of Mistral demand ids of nine letters or digits
+    "mistral": ToolFormat(_mistral, LIST, CallForm(f"{MISTRAL_TAG} [", between=""), True, "{:.9}"),
     "pythonic": ToolFormat(_pythonic),
 }
 
@@ -236,42 +218,35 @@ def _python_call(node: ast.expr, names: Collection[str]) -> ToolCall:
 
 def _json(text: str) -> Any:
     """A JSON value with nothing after it; ``None`` if the text is not one."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return None
+    value, end = _read(text, 0)
+    return value if end == len(text) else None
 
 
 def _read(text: str, at: int) -> tuple[Any, int]:
     """Read a JSON value and the white space around it; return the value and its end, or -1."""
     try:
-        value, end = _DECODER.raw_decode(text, _skip_space(text, at))
+        value, end = _DECODER.raw_decode(text, _skip(_SPACE, text, at))
     except (ValueError, RecursionError):
         return None, -1
-    return value, _skip_space(text, end)
+    return value, _skip(_SPACE, text, end)
 
 
-def _skip_space(text: str, at: int) -> int:
-    return _SPACE.match(text, at).end()  # type: ignore[union-attr]
+def _skip(space: re.Pattern[str], text: str, at: int) -> int:
+    return space.match(text, at).end()  # type: ignore[union-attr]
 
 
 def _object_calls(text: str, names: Collection[str]) -> list[ToolCall]:
     """Calls with semicolons between them; none if anything else is there."""
-    calls, at = list[ToolCall](), 0
-    while (at := _SEPARATORS.match(text, at).end()) < len(text):  # type: ignore[union-attr]
-        try:
-            value, at = _DECODER.raw_decode(text, at)
-        except (ValueError, RecursionError):
-            return []
-        if (call := _call_of(value, names)) is None:
-            return []
-        calls.append(call)
-    return calls
+    values, at = [], 0
+    while at >= 0 and (at := _skip(_SEPARATORS, text, at)) < len(text):
+        value, at = _read(text, at)
+        values.append(value)
+    return _calls_of(values, names)
 
 
 def _calls_of(value: Any, names: Collection[str]) -> list[ToolCall]:
     """The calls that a list of objects describes; none if anything else is in it."""
-    calls = [_call_of(one, names) for one in value] if isinstance(value, list) else []
+    calls = [_call_of(item, names) for item in value] if isinstance(value, list) else []
     return [] if None in calls else [call for call in calls if call is not None]
 
 

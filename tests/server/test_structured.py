@@ -441,13 +441,13 @@ def test_required_calls_are_read_while_they_are_written(kind: str) -> None:
     calls = [f'{{"name": "f", "{key}": {one}}}' for one in arguments]
     text = begin + between.join(calls) + end
     names = ["f", "g"]
-    whole = FORMATS[kind].parse_required(text, names)
+    whole = FORMATS[kind].required.calls(text, names)
     assert whole == [ToolCall("f", one) for one in arguments]
     assert [json.loads(one.arguments) for one in FORMATS[kind].parse(text, ["f"])[1]] == [
         json.loads(one) for one in arguments
     ]
     for cut in range(len(text)):
-        found = FORMATS[kind].parse_required(text[:cut], names)
+        found = FORMATS[kind].required.calls(text[:cut], names)
         assert found[:-1] == whole[: max(0, len(found) - 1)]
         if found:
             assert whole[len(found) - 1].arguments.startswith(found[-1].arguments)
