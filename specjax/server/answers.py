@@ -30,14 +30,9 @@ _LONG = frozenset(
 
 
 class Answer(ABC):
-    """The response to one request, in the format of an API; results are those of the engine.
+    """Writes the response to one request, in the format of an API."""
 
-    Attributes:
-        text_only: whether results of a stream, except the last, need only their text.
-        wants_logprobs: whether results have log-probabilities.
-    """
-
-    text_only: bool
+    text_only: bool  # whether results of a stream, except the last, need only their text
     wants_logprobs: bool
 
     @abstractmethod
@@ -123,16 +118,9 @@ class ChoicesAnswer(Answer):
     def whole(self, results: Sequence[Result]) -> bytes:
         choices = []
         for i, result in enumerate(results):
-            meta, more = result["meta_info"], self._prompt_ids(i)
-            if self.return_ids:
-                more["token_ids"] = result["output_ids"]
-            more["logprobs"] = None
-            if self.wants_logprobs:
-                chosen = meta.get("input_token_logprobs", []) + meta["output_token_logprobs"]
-                tops = meta.get("input_top_logprobs", []) + meta.get("output_top_logprobs", [])
-                more["logprobs"] = self.logprobs(Sent(), chosen, tops)
-            message = self.message(i, result["text"])
-            choices.append({"index": i} | message | more | self._end(i, meta))
+            choice = {"index": i} | self.message(i, result["text"])
+            choice |= self._tokens(i, Sent(), result, with_prompt=True)
+            choices.append(choice | self._end(i, result["meta_info"]))
         head = self._head(self.kind) | self._prompt_ids(0, is_top=True)
         metas = [result["meta_info"] for result in results]
         return dump(head | {"choices": choices} | self._usage(metas)).encode()
@@ -161,30 +149,18 @@ class ChoicesAnswer(Answer):
                 events += before + quote(new) + after
             return events.encode()
         is_final = meta["finish_reason"] is not None
-        more: Result = {}
-        top: Result = {}
+        choice: Result = {"index": index}
+        top = {} if sent.ids else self._prompt_ids(index, is_top=True)
         if sent.pieces is not None:
             ids, flags = result["output_ids"], meta["output_is_draft"]
             pieces = sent.pieces.take(result["text"], ids, flags, final=is_final)
-            more["pieces"] = [{"text": piece, "is_draft": flag} for piece, flag in pieces]
+            choice["pieces"] = [{"text": piece, "is_draft": flag} for piece, flag in pieces]
             new = "".join(piece for piece, _ in pieces)
-        if self.return_ids:
-            more["token_ids"] = result["output_ids"][sent.ids :]
-            if not sent.ids:
-                more |= self._prompt_ids(index)
-                top = self._prompt_ids(index, is_top=True)
-            sent.ids = len(result["output_ids"])
-        more["logprobs"] = None
-        if self.wants_logprobs:
-            chosen = meta["output_token_logprobs"][sent.tokens :]
-            tops = meta.get("output_top_logprobs", [])[sent.tokens :]
-            sent.tokens += len(chosen)
-            more["logprobs"] = self.logprobs(sent, chosen, tops)
+        choice |= self.part(new) | self._tokens(index, sent, result)
         if is_final:
             sent.last = meta
         end = self._end(index, meta) if is_final else {"finish_reason": None}
-        events += self._event([{"index": index} | self.part(new) | more | end], **top)
-        return events.encode()
+        return (events + self._event([choice | end], **top)).encode()
 
     def closing(self) -> bytes:
         """Return the usage, if it was requested, and the mark of the end."""
@@ -194,6 +170,26 @@ class ChoicesAnswer(Answer):
         metas = [meta for meta in lasts if meta is not None]
         body = self._head(self.chunk_kind) | {"choices": []} | self._usage(metas)
         return f"data: {dump(body)}\n\n".encode() + _DONE
+
+    def _tokens(
+        self, index: int, sent: Sent, result: Result, *, with_prompt: bool = False
+    ) -> Result:
+        """Return the fields of a choice for tokens that the client does not have."""
+        fields: Result = {"logprobs": None}
+        if self.return_ids:
+            fields |= {} if sent.ids else self._prompt_ids(index)
+            fields["token_ids"] = result["output_ids"][sent.ids :]
+            sent.ids = len(result["output_ids"])
+        if self.wants_logprobs:
+            meta, begin = result["meta_info"], sent.tokens
+            chosen = meta["output_token_logprobs"][begin:]
+            tops = meta.get("output_top_logprobs", [])[begin:]
+            sent.tokens += len(chosen)
+            if with_prompt:
+                chosen = meta.get("input_token_logprobs", []) + chosen
+                tops = meta.get("input_top_logprobs", []) + tops
+            fields["logprobs"] = self.logprobs(sent, chosen, tops)
+        return fields
 
     def _usage(self, metas: Sequence[Result]) -> Result:
         counts, metrics = usage(metas, self.params.n), speculative_metrics(metas)

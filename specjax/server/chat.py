@@ -22,11 +22,6 @@ _RESERVED = ("messages", "add_generation_prompt", "continue_final_message")
 
 def read_chat(service: Service, body: Body) -> tuple[Call, ChoicesAnswer]:
     """Check a request, render its chat template and tokenise the text."""
-    with client_names("messages", body.sources, top_logprobs_num="top_logprobs"):
-        return _chat(service, body)
-
-
-def _chat(service: Service, body: Body) -> tuple[Call, ChoicesAnswer]:
     model = service.check_model(body)
     conversation = take_conversation(service, body)
     wants_logprobs = body.flag("logprobs")
@@ -42,13 +37,11 @@ def _chat(service: Service, body: Body) -> tuple[Call, ChoicesAnswer]:
         raise ApiError(400, f"{values} differ; set one", param="max_completion_tokens")
     body.put("max_tokens", older)
     request_id = f"chatcmpl-{new_id()}"
-    call, new_parts = conversation.make_call(
-        body,
-        request_id,
-        is_stream=is_stream,
-        is_apart=is_apart,
-        num_top=num_top if wants_logprobs else None,
-    )
+    options = {"is_stream": is_stream, "is_apart": is_apart}
+    with client_names("messages", body.sources, top_logprobs_num="top_logprobs"):
+        call, new_parts = conversation.make_call(
+            body, request_id, num_top=num_top if wants_logprobs else None, **options
+        )
     return call, ChatAnswer(
         id=request_id,
         model=model,

@@ -44,15 +44,9 @@ To call a function, answer with a JSON object with its name and arguments betwee
 
 
 class Conversation:
-    """The prompt of one request.
+    """The prompt of one request, from messages of :func:`make_message` and fields of tools.
 
-    Args:
-        messages: those of :func:`make_message`.
-        variables: of the template.
-        tools, choice, is_parallel: the fields of chat completions that describe tools.
-
-    Raises:
-        ApiError: if a value is not accepted, or the model cannot be told about the tools.
+    Raises ApiError if a value is not accepted, or if the model cannot be told about the tools.
     """
 
     def __init__(
@@ -92,12 +86,9 @@ class Conversation:
     ) -> tuple[Call, Callable[[], TextParts]]:
         """Take the parameters from the fields that are left, and make the engine's call.
 
-        Args:
-            is_apart: whether the reasoning is apart from the content.
-            num_top: number of top log-probabilities; ``None`` for no log-probabilities at all.
-
-        Returns:
-            The call, and a function that makes the reader of one choice's text.
+        ``is_apart`` separates the reasoning from the content. ``num_top`` is the number of top
+        log-probabilities; with ``None`` there are none at all. Also returns a function that makes
+        the reader of one choice's text.
         """
         service, engine, tools = self._service, self._service.engine, self.tools
         length, tags, wants_logprobs = engine.context_length, engine.reasoning, num_top is not None
@@ -124,18 +115,14 @@ class Conversation:
             return_logprob=wants_logprobs,
             top_logprobs_num=num_top or 0,
         )
-        is_open = tags is not None and (tags.last(ids) == THINK or self._is_in_reasoning)
-        reasons = tags is not None
+        if tags is None:
+            return call, partial(TextParts, tools=tools)
+        is_continued = self._variables.get("continue_final_message")
+        text = self._messages[-1]["content"] if is_continued else ""
+        is_open = tags.last(ids) == THINK or text.rfind(THINK) > text.rfind(THINK_END)
         return call, partial(
-            TextParts, tools=tools, reasons=reasons, is_open=is_open, is_apart=is_apart
+            TextParts, tools=tools, reasons=True, is_open=is_open, is_apart=is_apart
         )
-
-    @property
-    def _is_in_reasoning(self) -> bool:
-        """Whether the last message, which the answer continues, ends within reasoning."""
-        text = self._messages[-1]["content"]
-        is_continued = bool(self._variables.get("continue_final_message"))
-        return is_continued and text.rfind(THINK) > text.rfind(THINK_END)
 
 
 def effort_variables(name: str, effort: str | None) -> dict[str, Any]:

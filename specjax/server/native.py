@@ -12,8 +12,8 @@ from specjax.server.fields import REFUSED, ApiError, Body, client_names, finish_
 from specjax.server.service import Service
 from specjax.text.completion import TokenTexts
 
-_LOGPROBS = ("output_token_logprobs", "input_token_logprobs")
-_TOPS = ("output_top_logprobs", "input_top_logprobs")
+_LOGPROBS = {"output_token_logprobs", "input_token_logprobs"}
+_TOPS = {"output_top_logprobs", "input_top_logprobs"}
 
 
 @client_names()
@@ -86,9 +86,12 @@ class NativeAnswer(Answer):
         chars, tokens = self.sent.get(index, (0, 0))
         self.sent[index] = len(text), len(ids)
         meta = dict(result["meta_info"])
-        for name in ("output_token_logprobs", "output_top_logprobs", "output_is_draft"):
-            if name in meta:
-                meta[name] = meta[name][tokens:]
+        for name in {
+            "output_token_logprobs",
+            "output_top_logprobs",
+            "output_is_draft",
+        } & meta.keys():
+            meta[name] = meta[name][tokens:]
         if tokens:
             for name in ("input_token_logprobs", "input_top_logprobs"):
                 meta.pop(name, None)
@@ -98,12 +101,10 @@ class NativeAnswer(Answer):
         if not self.wants_logprobs:
             return result
         meta = dict(result["meta_info"])
-        for name in _LOGPROBS:
-            if name in meta:
-                meta[name] = self._triples(meta[name])
-        for name in _TOPS:
-            if name in meta:
-                meta[name] = [best and self._triples(best) for best in meta[name]]
+        for name in _LOGPROBS & meta.keys():
+            meta[name] = self._triples(meta[name])
+        for name in _TOPS & meta.keys():
+            meta[name] = [best and self._triples(best) for best in meta[name]]
         return result | {"meta_info": meta}
 
     def _triples(self, triples: Sequence[Any]) -> list[Any]:
