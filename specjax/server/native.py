@@ -14,6 +14,8 @@ from specjax.text.completion import TokenTexts
 
 _LOGPROBS = {"output_token_logprobs", "input_token_logprobs"}
 _TOPS = {"output_top_logprobs", "input_top_logprobs"}
+_OF_PROMPT = {"input_token_logprobs", "input_top_logprobs"}
+_GROWING = {"output_token_logprobs", "output_top_logprobs", "output_is_draft"}
 
 
 @client_names()
@@ -85,16 +87,9 @@ class NativeAnswer(Answer):
         index, text, ids = result.get("index", 0), result["text"], result["output_ids"]
         chars, tokens = self.sent.get(index, (0, 0))
         self.sent[index] = len(text), len(ids)
-        meta = dict(result["meta_info"])
-        for name in {
-            "output_token_logprobs",
-            "output_top_logprobs",
-            "output_is_draft",
-        } & meta.keys():
-            meta[name] = meta[name][tokens:]
-        if tokens:
-            for name in ("input_token_logprobs", "input_top_logprobs"):
-                meta.pop(name, None)
+        items, sent = result["meta_info"].items(), _OF_PROMPT if tokens else ()
+        meta = {name: value[tokens:] if name in _GROWING else value for name, value in items}
+        meta = {name: value for name, value in meta.items() if name not in sent}
         return result | {"text": text[chars:], "output_ids": ids[tokens:], "meta_info": meta}
 
     def _plain(self, result: dict[str, Any]) -> dict[str, Any]:
