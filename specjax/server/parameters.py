@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 from specjax.checks import is_integer, short
@@ -31,14 +30,14 @@ def take_output(body: Body) -> tuple[bool, dict[str, bool]]:
 
 
 def take_params(
-    body: Body, max_tokens: int, of_tools: Mapping[str, Any] = MappingProxyType({})
+    body: Body, max_tokens: int, of_tools: Mapping[str, Any] | None = None
 ) -> SamplingParams:
     """Read sampling parameters from OpenAI's fields; ``max_tokens`` is used if none is sent.
 
     ``of_tools`` are those that the tools demand.
     """
     values: dict[str, Any] = {NAMES[name]: body.take(name) for name in NAMES if name in body}
-    values |= _take_grammar(body, values, of_tools)
+    values |= _take_grammar(body, values, of_tools or {})
     values.setdefault("max_new_tokens", max_tokens)
     if values.get("top_k") == 0 and is_integer(values["top_k"]):
         values["top_k"] = -1  # vLLM also accepts 0 to turn it off

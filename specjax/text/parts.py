@@ -51,14 +51,6 @@ class Tools(NamedTuple):
 NO_TOOLS = Tools()
 
 
-class NewParts(NamedTuple):
-    """Text that a client does not have yet."""
-
-    reasoning: str
-    content: str
-    calls: list[tuple[int, ToolCall]]  # by position; more arguments of a call have no name and id
-
-
 @dataclass(kw_only=True)
 class TextParts:
     """Parts of one choice's text; each only grows with the text.
@@ -77,8 +69,11 @@ class TextParts:
     content: str = field(default="", init=False)
     calls: list[ToolCall] = field(default_factory=list, init=False)
 
-    def read(self, text: str, *, is_final: bool) -> NewParts:
-        """Read the text so far; return what the earlier texts did not have."""
+    def read(self, text: str, *, is_final: bool) -> tuple[str, str, list[tuple[int, ToolCall]]]:
+        """Read the text so far; return what is new of the reasoning, the content and the calls.
+
+        Calls come with their positions. More arguments of an earlier call have no name and no id.
+        """
         reasoning, answer = "", text
         if self.reasons:
             reasoning, answer = split_reasoning(text, is_open=self.is_open, is_final=is_final)
@@ -94,9 +89,9 @@ class TextParts:
             elif more := arguments[len(self.calls[i].arguments) :]:
                 self.calls[i] = self.calls[i]._replace(arguments=arguments)
                 new_calls.append((i, ToolCall("", more)))
-        new = NewParts(reasoning[len(self.reasoning) :], content[len(self.content) :], new_calls)
-        self.reasoning, self.content = reasoning, content
-        return new
+        begin, self.reasoning = len(self.reasoning), reasoning
+        at, self.content = len(self.content), content
+        return reasoning[begin:], content[at:], new_calls
 
     @property
     def ends_with_call(self) -> bool:
