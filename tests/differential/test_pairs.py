@@ -40,6 +40,8 @@ ROWS: list[Row] = [
     ("STANDALONE", "cut chain", "ahead", 1, "here", "adaptive", 1),
     ("MULTI_LAYER_EAGLE", "chain", "in turn", 16, "split", "adaptive", 1),
     ("MULTI_LAYER_EAGLE", "cut chain", "ahead", 1, "here", "fixed", 3),
+    ("markov", "chain", "in turn", 1, "here", "fixed", 3),
+    ("markov", "chain", "ahead", 16, "split", "adaptive", 1),
     ("NGRAM", "chain", "in turn", 16, "split", "fixed", 1),
     ("NGRAM", "tree", "ahead", 1, "here", "adaptive", 3),
     ("DFLASH", "chain", "in turn", 1, "split", "adaptive", 3),

@@ -215,6 +215,7 @@ def test_an_unread_stream_holds_nothing(engine) -> None:
 # other engines
 
 
+@pytest.mark.slow
 def test_engine_without_tokenizer_takes_ids_only(files, engine, tmp_path) -> None:
     (files.target / "tokenizer.json").rename(tmp_path / "tokenizer.json")
     try:

@@ -154,6 +154,7 @@ def test_events_become_metrics():
     assert totals.snapshot().last_gen_throughput == pytest.approx(5 / 0.004)
 
 
+@pytest.mark.slow
 def test_a_snapshot_is_of_one_moment():
     """Pairs are written while snapshots are taken: no snapshot may see half of a pair."""
     totals = Totals()
@@ -290,6 +291,7 @@ def total(results: list[dict[str, Any]], name: str) -> int:
     return sum(result["meta_info"][name] for result in results)
 
 
+@pytest.mark.slow
 def test_counters_are_the_sums_of_the_results(run):
     engine, results = run
     samples = exposed(engine.metrics.registry)
@@ -417,6 +419,7 @@ def test_only_trained_drafts_are_checked(changes, checks, files):
     assert plan.has_trained_draft == checks
 
 
+@pytest.mark.slow
 def test_two_engines_do_not_clash(run, files):
     engine, results = run
     with files.small(speculative=False, share_weights_with=engine) as plain:

@@ -141,6 +141,7 @@ def test_no_unnecessary_rounds(num_steps, rounds, run_ahead) -> None:
         assert serving.watched.calls.count("round") == 7
 
 
+@pytest.mark.slow
 def test_prefill_is_counted_by_chunks() -> None:
     totals = Totals()
     serving = Serving(metrics=totals)

@@ -92,6 +92,7 @@ def test_metrics_of_a_tree():
     assert meta["spec_accept_length"] > 1.5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "rounds"), [(DraftShape.chain(0), 4), (DraftShape.chain(4), 1), (TREE, 1)]
 )

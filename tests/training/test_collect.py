@@ -95,6 +95,7 @@ def test_openings_that_are_too_long_are_skipped(sampler, tokenizer):
     assert sample_prompts(replace(sampler, max_prompt_len=1), tokenizer, config) == []
 
 
+@pytest.mark.slow
 def test_collect_answers_files_greedily_and_sampled(sampler, tokenizer):
     config = CollectConfig(file_samples=2, max_answer_tokens=5)
     corpus = collect(sampler, tokenizer, config, [("math", "1+1?"), ("code", "x")])

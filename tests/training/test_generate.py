@@ -50,6 +50,7 @@ def test_sampled_texts_vary_with_the_seed_and_greedy_ones_do_not(sampler, prompt
     assert all(len(text) == 8 for text in first)
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_refused(sampler):
     longest = sampler.max_prompt_len
     most = sampler.engine.context_length - longest
