@@ -112,7 +112,7 @@ class ChatAnswer(ChoicesAnswer):
 
     def new_text(self, sent: Sent, index: int, result: Result) -> tuple[str, str]:
         parts, meta = self._parts[index], result.get("meta_info")
-        if not parts.tools.names and not parts.reasons:  # saves a third of the time
+        if not parts.tools.names and not parts.reasons:  # most requests: nothing to parse
             return super().new_text(sent, index, result)
         is_final = meta is not None and meta["finish_reason"] is not None
         reasoning, content, calls = parts.read(result["text"], is_final=is_final)

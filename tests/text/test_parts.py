@@ -54,6 +54,13 @@ def test_what_is_new_adds_up_to_the_parts(
         assert len(calls) <= 1
 
 
+@pytest.mark.parametrize("is_parallel", [False, True])
+def test_calls_after_the_first_need_parallel_calls(is_parallel: bool) -> None:
+    text = 2 * '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+    parts = TextParts(tools=numbered(format=FORMATS["hermes"], is_parallel=is_parallel))
+    assert len(parts.read(text, is_final=True)[2]) == len(parts.calls) == 1 + is_parallel
+
+
 @pytest.mark.parametrize(
     ("kind", "call_id"), [("hermes", "call_000000000000"), ("mistral", "000000000")]
 )
