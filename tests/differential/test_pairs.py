@@ -113,7 +113,7 @@ def serving(row: Row) -> Options:
     if prompts == "here":
         return options
     # the prefill side has different pages and chunks
-    other = {1: 16, 16: 4}[page_size]
+    other = {1: 16, 4: 1, 16: 4}[page_size]
     sizes = {"page_size": other, "chunked_prefill_size": 16, "max_total_tokens": 400}
     return options | split(sizes)
 
@@ -167,7 +167,7 @@ def test_engines_equal_plain_decoding(files, drafts, plain, row, device) -> None
     counts = Trial(files, plain, rng, options).run(BATCHES)
     assert (counts["constrained samples"] > 0) == has_grammars
     print(row, dict(counts))
-    for name in SEEN:
-        assert counts[name] > 0, name
+    for name in SEEN:  # few prompts have equal pages of 16 tokens
+        assert counts[name] > 0 or (name == "cached tokens" and 16 in row), name
     assert counts["switches"] > 0 or "adaptive" not in row
     assert (counts["tokens prefilled elsewhere"] > 100) == ("split" in row)

@@ -23,11 +23,11 @@ ROWS: list[tuple[str, Row]] = [
     ("fp8", ("EAGLE3", "tree", "in turn", 4, "split", "fixed", 1)),
     ("fp8 activations", ("EAGLE3", "cut chain", "ahead", 16, "here", "adaptive", 1)),
     ("int8 activations", ("EAGLE", "tree", "ahead", 16, "here", "fixed", 1)),
+    ("int4", ("DFLASH", "chain", "in turn", 1, "here", "adaptive", 1)),
+    ("fp8", ("DSPARK", "chain", "ahead", 16, "here", "fixed", 1)),
     ("int4", ("STANDALONE", "cut chain", "ahead", 4, "split", "fixed", 1)),
     ("fp8 activations", ("MULTI_LAYER_EAGLE", "chain", "in turn", 16, "here", "adaptive", 1)),
     ("int8 activations", ("markov", "chain", "in turn", 4, "split", "adaptive", 3)),
-    ("int4", ("DFLASH", "chain", "in turn", 1, "here", "adaptive", 1)),
-    ("fp8", ("DSPARK", "chain", "ahead", 16, "here", "fixed", 1)),
     ("int4", ("P-EAGLE", "cut chain", "ahead", 4, "split", "fixed", 3)),
 ]
 BATCHES = 2
@@ -39,7 +39,7 @@ def test_every_algorithm_is_in_the_table() -> None:
 
 
 RUNS = [
-    pytest.param(*one, marks=pytest.mark.slow if i else [], id=f"{one[0]}-{one[1][0]}-cpu")
+    pytest.param(*one, marks=pytest.mark.long if i > 5 else [], id=f"{one[0]}-{one[1][0]}-cpu")
     for i, one in enumerate(ROWS)
 ] + [
     pytest.param(*one, marks=pytest.mark.gpu, id=f"{one[0]}-{one[1][0]}-gpu")

@@ -127,11 +127,11 @@ def test_hidden_states_are_those_that_the_logits_come_from(shape, rounds):
 GRID = [  # head, shape, page size, rounds per call
     (EAGLE3, DraftShape(3, 2, 7), 1, 4),
     (EAGLE3, DraftShape(2, 4, 21), 16, 1),
-    (EAGLE3, DraftShape(4, 8, 6), 64, 1),
+    pytest.param(EAGLE3, DraftShape(4, 8, 6), 64, 1, marks=pytest.mark.long),
     (EAGLE3, DraftShape(2, 16, 64), 4, 4),
-    (EAGLE, DraftShape(5, 2, 16), 16, 1),
-    (EAGLE, DraftShape(1, 4, 5), 64, 4),
-    (EAGLE, DraftShape(2, 8, 32), 1, 1),
+    pytest.param(EAGLE, DraftShape(5, 2, 16), 16, 1, marks=pytest.mark.long),
+    pytest.param(EAGLE, DraftShape(1, 4, 5), 64, 4, marks=pytest.mark.long),
+    pytest.param(EAGLE, DraftShape(2, 8, 32), 1, 1, marks=pytest.mark.long),
     (EAGLE, DraftShape(3, 16, 17), 16, 4),
 ]
 
