@@ -15,7 +15,7 @@ export PYTHONSAFEPATH := 1
 help:
 	@echo "make demo   install into $(VENV) and generate text with the embedded model"
 	@echo "make test   run the fast tests"
-	@echo "make near   run all tests of the folders that differ from origin/main"
+	@echo "make near   run fast and slow tests of the folders that differ from origin/main"
 	@echo "make lint   run the linter, the format check and the type checker"
 	@echo "make clean  remove $(VENV), build outputs and caches"
 
@@ -32,8 +32,10 @@ test: $(VENV)/.dev
 	$(BIN)/pytest -n 2 -m "not slow and not parity and not clients and not gpu"
 
 near: $(VENV)/.dev
-	folders=$$(git diff --name-only $(BASE) | sed -n 's,^\(specjax\|tests\)/\([a-z]*\)/.*,tests/\2,p; s,^kernels/.*,tests/kernels,p' | sort -u); \
-	if [ -z "$$folders" ]; then echo "no folder differs from $(BASE)"; \
+	changed=$$(git diff --name-only $(BASE)) || exit 1; \
+	names=$$(echo "$$changed" | sed -n 's,^\(specjax\|tests\)/\([a-z]*\)/.*,tests/\2,p; s,^kernels/.*,tests/kernels,p' | sort -u); \
+	folders=; for name in $$names; do [ ! -d $$name ] || folders="$$folders $$name"; done; \
+	if [ -z "$$folders" ]; then echo "no folder of tests differs from $(BASE)"; \
 	else $(BIN)/pytest -n 2 -m "not long and not browser and not parity and not clients and not gpu" $$folders; fi
 
 lint: $(VENV)/.dev

@@ -87,6 +87,8 @@ class Grammars:
                 raise
             if request.error != DIED:
                 break
+        if request.fault is not None:
+            raise request.fault
         if request.error:
             reason = f"{kind}={short(text)}: {DIED}" if request.error == DIED else request.error
             raise ParameterError(reason, param=kind)
@@ -98,9 +100,10 @@ class Grammars:
             if len(self._checked) > NUM_CHECKED:
                 self._checked.popitem(last=False)
         request.job = job
-        if not self.processes.has_room:
-            request.close()
-        return Grammar(self.processes, job, mask, request)
+        if self.processes.has_room:
+            return Grammar(self.processes, job, mask, request)
+        request.close()
+        return Grammar(self.processes, job, mask)
 
     @contextmanager
     def _turn(self, lane: threading.BoundedSemaphore) -> Iterator[None]:

@@ -153,12 +153,13 @@ class GrammarProcesses:
     def start(self, job: dict[str, Any]) -> Process | None:
         """Give a process a job; ``None`` if too many run or the program is starting.
 
-        Raises ValueError if the program cannot be started.
+        Raises RuntimeError if the program cannot be started; the next call tries it again.
         """
         with self._lock:
             self._collect()
             if self.is_closed:
                 return None
+            failure = "" if self._is_starting else self._failure
             for each in self._idle.copy():
                 if each.has_answer():  # they only end
                     self._idle.remove(each)
@@ -168,8 +169,8 @@ class GrammarProcesses:
             process = self._idle.pop(0) if self._idle else None
         if process is not None:
             process.send(json.dumps(job | {"region": process.region}).encode())
-        elif self._failure:
-            raise ValueError(self._failure)
+        elif failure:
+            raise RuntimeError(failure)
         return process
 
     def _fork(self) -> Process | None:

@@ -53,6 +53,7 @@ class RequestGrammar:
         is_busy: an answer is awaited.
         is_slow: its work needs so much CPU time that rounds do not wait for it.
         mask: i32 ``[V / 32]`` of the text; ``None`` if it is not known.
+        fault: why no process could be started.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class RequestGrammar:
         self._process: Process | None = None
         self.answer = Answer(0, False, False, False, "")
         self.is_busy = self.is_slow = False
+        self.fault: Exception | None = None
         self._tree: Tree | None = None  # the process has its masks
 
     def __del__(self) -> None:
@@ -87,9 +89,10 @@ class RequestGrammar:
         try:
             self._process = self._processes.start(self.job | {"tokens": [*text]})
         except Exception as error:  # it must end no other request
+            self.fault = error
             self._fail(f"its process cannot be started: {error}")
         self.is_busy = self.is_slow = self._process is not None
-        self._tree = ROOT
+        self._tree = None
 
     def prepare(self, text: Sequence[int], seconds: float = 0.0) -> bool:
         """Return whether a process follows ``text`` and ``mask`` is known, or the grammar failed.

@@ -95,7 +95,7 @@ class Follower:
         for token in job["tokens"]:
             _limit_time(STEP_SECONDS)
             constraint.advance([token])
-        constraint.fill([0], [-1], self._masks, self._forced)
+        constraint.fill([0], [-1], self._masks, self._forced[:, :1])  # more would cost a matcher
         _limit_time(0)
         self._answer(constraint.error, 0, constraint.is_complete, False, False)
         self._constraint = constraint

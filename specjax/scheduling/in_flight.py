@@ -226,7 +226,8 @@ class InFlight:
         sent = []
         for row, tokens, _ in readings:
             if (constraint := row.request.constraint) and tokens and not row.is_late:
-                constraint.send(tokens, self.constrained.tree(row))
+                is_last = len(tokens) >= row.request.num_left
+                constraint.send(tokens, None if is_last else self.constrained.tree(row))
                 row.awaits_grammar = True
                 sent.append(constraint)
         await_answers(sent)

@@ -395,6 +395,8 @@ class Scheduler:
                 if constraint.prepare(request.output_ids):
                     return request
                 late.append(constraint)
+                if request.num_retractions:
+                    break  # it started before all others
         if not self._running:
             if any(constraint.is_busy for constraint in late):
                 await_answers(late, LATE_SECONDS)

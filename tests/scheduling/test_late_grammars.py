@@ -53,6 +53,20 @@ def test_others_start_before_a_late_request() -> None:
     assert all(len(request.output_ids) == 8 for request in (late, *others))
 
 
+def test_none_starts_before_a_preempted_request() -> None:
+    """Else it would take the pages that the preempted one needs to go on."""
+    device = Device(2)
+    scheduler = serve(device)
+    late, other = requests_of(device, [11, 12], 8)
+    late.num_retractions, grammar = 1, Grammar(late)
+    scheduler.add(late, other)
+    scheduler.step()
+    assert (late.admitted_time, other.admitted_time) == (None, None)
+    grammar.is_ready = True
+    finish(scheduler)
+    assert [len(chunk.tokens) for chunk in device.chunks] == [11, 12]
+
+
 def test_few_late_grammars_are_prepared_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LATE_SECONDS", 0.0)
     device = Device(2)
