@@ -128,9 +128,11 @@ def test_plugin_is_installed_named_and_recompiled_after_an_edit(
     ("name", "typed", "shown"),
     [
         ("quickstart", "", "equal to plain decoding: True"),
-        ("streaming_chat", "Hi!\n/new\nHello\n", "accept length"),
+        pytest.param(
+            "streaming_chat", "Hi!\n/new\nHello\n", "accept length", marks=pytest.mark.long
+        ),
         ("log_probabilities", "", "'The capital of France is': "),
-        ("adaptive_decoding", "", '"policy": "budget"'),
+        pytest.param("adaptive_decoding", "", '"policy": "budget"', marks=pytest.mark.long),
         ("weight_updates", "", "the first weights give the first text: True"),
     ],
 )
