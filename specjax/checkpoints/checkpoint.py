@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
@@ -15,7 +15,7 @@ from specjax.checkpoints.quantization import quantised_source
 from specjax.checkpoints.tensors import FLOATS, TensorSource, make_weight
 from specjax.config import BlockConfig, DraftConfig, ModelConfig, Quantization
 from specjax.models.declare import Recipe, Recipes
-from specjax.models.flat import FlatModel
+from specjax.models.flat import recipes_of
 
 GROUP = 128  # inputs that share a scale if a matrix is quantised to 4 bits while it is loaded
 C = TypeVar("C", ModelConfig, DraftConfig, BlockConfig)
@@ -81,7 +81,7 @@ class Checkpoint(Generic[C]):
     @cached_property
     def recipes(self) -> Recipes:
         """The recipe of each weight by name; in recipes, tensors have canonical names."""
-        return FlatModel.of(partial(type(self)._network, self.config)).recipes
+        return recipes_of(type(self)._network, self.config)
 
     def canonical_name(self, name: str) -> str:
         """Map the published name of a tensor to its name in :meth:`recipes`."""

@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
@@ -31,7 +30,7 @@ from specjax.config import (
 from specjax.models.block import BlockDraft
 from specjax.models.declare import Recipes
 from specjax.models.eagle import MTP_PREFIX, build_head
-from specjax.models.flat import FlatModel
+from specjax.models.flat import recipes_of
 
 # published name of a setting -> our name
 _PUBLISHED = {
@@ -163,10 +162,10 @@ def write_zeros(directory: Path, config: DraftConfig | BlockConfig) -> None:
 def _published_draft(path: Path, config: DraftConfig | BlockConfig) -> tuple[Recipes, str]:
     """Return the recipes of the tensors to write, and the text of ``config.json``."""
     if isinstance(config, BlockConfig):
-        recipes, body = FlatModel.of(partial(BlockDraft, config)).recipes, _published_block(config)
+        recipes, body = recipes_of(BlockDraft, config), _published_block(config)
         recipes = {name: recipes[name] for name in recipes if not name.startswith("context.")}
     elif config.fuses_features:
-        recipes, body = FlatModel.of(partial(build_head, config)).recipes, _published_head(config)
+        recipes, body = recipes_of(build_head, config), _published_head(config)
     else:
         raise ValueError(
             f"checkpoint_format={config.checkpoint_format!r} must be 'eagle-3' to be exported"

@@ -4,7 +4,6 @@ import math
 import os
 import struct
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +19,7 @@ from specjax.checks import check_regular
 from specjax.config import ModelConfig, Rope, RopeScaling
 from specjax.json_file import Fields, PositiveSize, Size
 from specjax.models.decoder import CausalLM
-from specjax.models.flat import FlatModel
+from specjax.models.flat import recipes_of
 from specjax.models.registry import FAMILIES, HOW_TO_ADD, family_of
 from specjax.models.rope import rope_frequencies, rotated_rows
 from specjax.text.tokenizer import Tokenizer, set_template, unique_ids
@@ -209,7 +208,7 @@ def gguf_source(file: GGUFFile, config: ModelConfig) -> TensorSource:
     """Present a GGUF file as a source of tensors with Hugging Face names and layout."""
     (arch,) = (arch for arch, name in MODEL_ARCH_NAMES.items() if name == config.model_type)
     map_name = get_tensor_name_map(arch, config.num_layers).get_name
-    recipes = FlatModel.of(partial(CausalLM, config)).recipes
+    recipes = recipes_of(CausalLM, config)
     parts = (part.name for recipe in recipes.values() for part in recipe.parts)
     named = {map_name(part, (".weight", ".bias")): part for part in parts}
     stored = {named[name]: name for name in file.tensors if name in named}

@@ -16,7 +16,6 @@ import re
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
 from threading import Lock
 from typing import Annotated, Any
 
@@ -30,7 +29,7 @@ from specjax.config import ModelConfig, Quantization
 from specjax.json_file import Fields, Flag, PositiveSize
 from specjax.models.declare import OFFSET, SCALE, Recipes
 from specjax.models.decoder import CausalLM
-from specjax.models.flat import FlatModel
+from specjax.models.flat import recipes_of
 from specjax.models.weights import largest
 
 PACKED, ZERO_POINT, BLOCK_SCALE = "_packed", "_zero_point", "_scale_inv"
@@ -138,7 +137,7 @@ def with_plain(config: ModelConfig, open_source: Callable[[], TensorSource]) -> 
         return config
     source, plain = open_source(), list[str]()
     stored = {name.removesuffix(PACKED): info for name, info in source.infos.items()}
-    for weight, recipe in FlatModel.of(partial(CausalLM, config)).recipes.items():
+    for weight, recipe in recipes_of(CausalLM, config).items():
         if weight.endswith(".values"):
             names = [part.name for part in recipe.parts if part.name in stored]
             whole = [name for name in names if stored[name].dtype in FLOATS]

@@ -97,6 +97,12 @@ class FlatModel(Generic[M]):
         return tuple(named[name] for name in self.names)
 
 
+# not cached by configuration: equal ones may have other exponents of keys and values
+def recipes_of(network: Callable[..., nnx.Module], config: TransformerConfig) -> Recipes:
+    """The recipe of each weight of a network, by name."""
+    return FlatModel.of(partial(network, config)).recipes
+
+
 @partial(jax.jit, static_argnums=(1, 2, 3))
 def _normal(key: Array, shape: tuple[int, ...], dtype: jnp.dtype, stddev: float) -> Array:
     values = stddev * jax.random.normal(key, shape)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-# parameters that name an implementation
+# parameters that name an implementation, or whose cases take no time
 IMPLEMENTATIONS = ("run", "function", "implementation", "kernel", "bits", "message")
 
 
