@@ -158,7 +158,8 @@ def test_new_weights_report_logprobs_of_new_weights_alone(files) -> None:
                 assert not rows[0].is_prefilled
                 engine._scheduler.flush_cache()
                 flushed.append(rows)
-                assert not engine._scheduler._waiting.first.input_token_logprobs
+                (waiting,) = engine._scheduler._waiting
+                assert not waiting.input_token_logprobs
 
         engine._scheduler.step = flushing
         asked = {"sampling_params": GREEDY, "return_logprob": True, "logprob_start_len": 3}
