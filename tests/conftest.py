@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -85,8 +86,16 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return Scheduling(config, log)
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip tests marked `gpu` if the default backend is not a GPU."""
+    """Mark the cases of a test after its `long_after`; skip `gpu` tests on other backends."""
+    counts = Counter[str]()
+    for item in items:
+        marker, test = item.get_closest_marker("long_after"), item.nodeid.partition("[")[0]
+        if marker is not None and "gpu" not in item.keywords:
+            counts[test] += 1
+            if counts[test] > marker.args[0]:
+                item.add_marker(pytest.mark.long)
     if not any("gpu" in item.keywords for item in items) or jax.default_backend() == "gpu":
         return
     skip = pytest.mark.skip(reason="needs an NVIDIA GPU")

@@ -78,6 +78,7 @@ def serve(site: Path, files: Files, cache: Path) -> tuple[list[list[int]], list[
     return tokens, drafts
 
 
+@pytest.mark.long_after(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_the_one_file_program_equals_the_engine(files: Files, temperature: float) -> None:
@@ -131,7 +132,9 @@ def test_plugin_is_installed_named_and_recompiled_after_an_edit(
         pytest.param(
             "streaming_chat", "Hi!\n/new\nHello\n", "accept length", marks=pytest.mark.long
         ),
-        ("log_probabilities", "", "'The capital of France is': "),
+        pytest.param(
+            "log_probabilities", "", "'The capital of France is': ", marks=pytest.mark.long
+        ),
         pytest.param("adaptive_decoding", "", '"policy": "budget"', marks=pytest.mark.long),
         ("weight_updates", "", "the first weights give the first text: True"),
     ],

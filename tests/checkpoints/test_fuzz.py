@@ -236,6 +236,7 @@ def test_damage_is_refused(name: str, files: Files, tmp_path: Path) -> None:
     check(CASES[name], tmp_path, files, 40 if name.startswith(("gguf", "safetensors")) else 6)
 
 
+@pytest.mark.long_after(8)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_much_damage_is_refused(name: str, files: Files, tmp_path: Path) -> None:

@@ -310,6 +310,7 @@ def test_exported_weights_are_those_of_an_engine(files: Files, tmp_path: Path) -
         export_fp8(tmp_path / "other", damaged)
 
 
+@pytest.mark.long_after(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["int4-zeros", "fp8-blocks"])
 def test_texts_equal_those_of_whole_weights(files: Files, tmp_path: Path, name: str) -> None:

@@ -126,6 +126,7 @@ def engine(files: Files, request: pytest.FixtureRequest):
         yield made
 
 
+@pytest.mark.long_after(2)
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "seeded"])
 def test_watched_rounds_bring_the_same_tokens(engine: Engine, sampling) -> None:
     params = sampling | {"max_new_tokens": 24, "ignore_eos": True}

@@ -122,7 +122,7 @@ def test_layers_share_a_pool_where_two_do_not_fit(family: Any, monkeypatch: Any)
 @pytest.mark.usefixtures("few_window_pages")
 @pytest.mark.parametrize("device", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize(
-    "index", [0, 1, *(pytest.param(i, marks=pytest.mark.long) for i in (2, 3))]
+    "index", [0, *(pytest.param(i, marks=pytest.mark.long) for i in (1, 2, 3))]
 )
 def test_engines_equal_plain_decoding(family, drafts, plain, index, device) -> None:
     name, files = family

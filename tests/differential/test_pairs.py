@@ -51,7 +51,7 @@ ROWS: list[Row] = [
     ("P-EAGLE", "chain", "in turn", 16, "here", "adaptive", 3),
     ("P-EAGLE", "cut chain", "ahead", 1, "split", "fixed", 1),
 ]
-FAST = ("NGRAM", "tree", "ahead", 1, "here", "adaptive", 3)  # has the shortest compile time
+OFTEN = (1, 2, 3, 4, 7, 10, 11, 14, 16, 18, 19)  # rows with all algorithms and other values
 SEEN = (
     "retractions",
     "aborts",
@@ -134,6 +134,13 @@ def pairs(rows: Iterable[Row]) -> set[Any]:
     return {pair for row in named for pair in combinations(row, 2)}
 
 
+def test_rows_that_run_often_have_all_values() -> None:
+    for values, present in zip(
+        DIMENSIONS.values(), zip(*(ROWS[i] for i in OFTEN), strict=True), strict=True
+    ):
+        assert set(values) == set(present)
+
+
 def test_every_pair_that_engines_accept_is_in_the_table(drafts) -> None:
     accepted = {row for row in product(*DIMENSIONS.values()) if is_accepted(row, drafts)}
     assert not set(ROWS) - accepted
@@ -152,11 +159,13 @@ def plain(files) -> Iterator[Reference]:
     reference.close()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize(
     "row",
-    [pytest.param(row, marks=[] if row == FAST else pytest.mark.slow) for row in ROWS],
+    [
+        pytest.param(row, marks=pytest.mark.slow if i in OFTEN else pytest.mark.long)
+        for i, row in enumerate(ROWS)
+    ],
     ids=lambda row: "-".join(map(str, row)),
 )
 def test_engines_equal_plain_decoding(files, drafts, plain, row, device) -> None:

@@ -48,6 +48,7 @@ RUNS = [
 ]
 
 
+@pytest.mark.long_after(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "row"), RUNS)
 def test_engines_equal_plain_decoding(files, drafts, name, row) -> None:

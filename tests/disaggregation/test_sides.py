@@ -68,6 +68,7 @@ def ask(engine: Engine, prompts: Any = PROMPTS, params: Any = GREEDY, **options:
     return engine.generate(input_ids=prompts, sampling_params=params, **options)
 
 
+@pytest.mark.long_after(1)
 @pytest.mark.parametrize("params", [GREEDY, DRAWN, DRAWN | {"n": 2, "speculative": False}])
 def test_results_are_those_of_one_engine(alone, pair, params):
     before = pair.prefill.get_server_info()["internal_states"][0]

@@ -314,6 +314,7 @@ def accepted_histogram(seed: int, chance: float, num_prompt: int, count: int, st
     return histogram
 
 
+@pytest.mark.long_after(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "shape",

@@ -60,6 +60,7 @@ WAYS = {
 }
 
 
+@pytest.mark.long_after(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_a_script_ends_with_its_own_status(files: Files, way: str) -> None:

@@ -122,6 +122,7 @@ def engines(request, files: Files, tmp_path_factory) -> Iterator[tuple[str, Engi
     drafting.close()
 
 
+@pytest.mark.long_after(1)
 @pytest.mark.slow
 def test_texts_are_those_of_the_dequantised_model(engines) -> None:
     kind, plain, drafting = engines
@@ -266,6 +267,7 @@ def test_products_round_activations(kind: str, rows: int, dtype: str) -> None:
     assert np.mean(np.float32(exact) != np.float32(codes)) < 0.005
 
 
+@pytest.mark.long_after(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["fp8", pytest.param("int8", marks=pytest.mark.slow)])
 def test_texts_do_not_depend_on_the_number_of_rows(kind: str, files: Files) -> None:

@@ -73,6 +73,7 @@ def test_ended_requests_are_not_reported_to_the_policy() -> None:
     serving.finish()
 
 
+@pytest.mark.long_after(1)
 @pytest.mark.parametrize(("rounds", "run_ahead"), [(1, 0), (1, 2), (3, 1)])
 def test_switches_during_all_that_a_scheduler_does(rounds, run_ahead) -> None:
     """Preemptions, cached prefixes, flushes and aborts, while tiers go up and down.

@@ -164,6 +164,7 @@ CASES = [
 ]
 
 
+@pytest.mark.long_after(5)
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", [PLAIN, CHAIN], ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -171,6 +172,7 @@ def test_filters_follow_the_softmax(shape, case):
     assert_pairs_follow(shape, COUPLED, SamplingParams(**case))
 
 
+@pytest.mark.long_after(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "acceptance"),

@@ -23,6 +23,7 @@ CHARGED = replace(
 FEW = 1 + 25
 
 
+@pytest.mark.long_after(4)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_steps", "rounds", "run_ahead", "is_cached", "params"),

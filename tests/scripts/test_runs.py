@@ -83,6 +83,7 @@ def test_kernels(name: str, output: Path) -> None:
         assert row["bytes_per_second"] * seconds == pytest.approx(2 * 2 * 64 * 2 * 16 * 2)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_acceptance(
     files: Files,
@@ -124,6 +125,7 @@ def test_acceptance(
         run_bench("acceptance", f"{arguments} --context {text} --context-before -1")
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_adaptive(files: Files, prompts: Path, output: Path, tmp_path: Path) -> None:
     """Fixed tiers, a policy and a synchronous mode give the texts of plain decoding."""

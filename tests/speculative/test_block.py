@@ -69,6 +69,7 @@ JOBS = [
 ]
 
 
+@pytest.mark.long_after(3)
 @pytest.mark.parametrize("steps", [0, 2, 4])
 def test_tokens_equal_dense_decoding(runner: ModelRunner, steps: int) -> None:
     """With any number of verified drafts; prompts of several chunks."""
@@ -117,6 +118,7 @@ def context_of(runner: ModelRunner, slot: int, count: int) -> np.ndarray:
     return np.asarray(runner.on_device.pools.draft[:, begin : begin + count])
 
 
+@pytest.mark.long_after(1)
 def test_rounds_leave_the_context_that_a_prefill_writes(runner: ModelRunner) -> None:
     """Rejected rows and the block leave no trace, in tiers that take turns, also without drafts."""
     job = replace(JOBS[1], params=replace(JOBS[1].params, max_new_tokens=60))

@@ -226,6 +226,7 @@ def packed_runner(
     return copied_runner(shape.steps, rounds, draft, shapes=shapes, reads_confidence=True)
 
 
+@pytest.mark.long_after(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "packed", "rounds"),
@@ -314,6 +315,7 @@ def ngram_runner(kind: type[Ngram] = Ngram, **options: Any) -> ModelRunner:
     return runner
 
 
+@pytest.mark.long_after(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["DSPARK", "DFLASH"])
 def test_block_drafters_change_no_token(name) -> None:
@@ -324,6 +326,7 @@ def test_block_drafters_change_no_token(name) -> None:
         assert output.tokens == dense_decode(runner.weights[0], job).tokens
 
 
+@pytest.mark.long_after(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "make",

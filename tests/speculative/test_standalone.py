@@ -91,6 +91,7 @@ def kv_of(runner: ModelRunner, slot: int, length: int) -> tuple[np.ndarray, np.n
     return np.asarray(pools.target)[:, places], np.asarray(pools.draft)[:, places]
 
 
+@pytest.mark.long_after(1)
 @pytest.mark.slow
 @DRAFTING
 def test_a_random_draft_changes_no_token(tier) -> None:
@@ -98,6 +99,7 @@ def test_a_random_draft_changes_no_token(tier) -> None:
     check(make_runner(SMALL, 7, shapes=TIERS[1:]), JOBS, expected(False), tier=tier)
 
 
+@pytest.mark.long_after(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
 def test_the_target_as_its_own_draft_is_always_right(params) -> None:
@@ -207,6 +209,7 @@ def test_a_small_tree_moves_only_what_was_drafted_from() -> None:
         assert full >= rounds - 1
 
 
+@pytest.mark.long_after(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("tier", [TIERS[1], TIERS[3]], ids=["chain", "cut chain"])
 def test_drafts_that_are_drawn_apart_come_with_their_probabilities(tier) -> None:

@@ -41,6 +41,7 @@ def test_trees_equal_dense_decoding():
     assert check(tree_runner(), JOBS, expected(True)) > 1.5
 
 
+@pytest.mark.long_after(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("run_ahead", [0, 1])
 @pytest.mark.parametrize("shape", [TREE, DraftShape.chain(7, 4)], ids=["tree", "cut chain"])
@@ -136,6 +137,7 @@ GRID = [  # head, shape, page size, rounds per call
 ]
 
 
+@pytest.mark.long_after(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("head", "shape", "page_size", "rounds"),
