@@ -16,7 +16,7 @@ help:
 	@echo "make demo   install into $(VENV) and generate text with the embedded model"
 	@echo "make test   run the fast tests"
 	@echo "make near   run fast and slow tests of the folders that differ from origin/main"
-	@echo "make lint   run the linter, the format check and the type checker"
+	@echo "make lint   run the linter, the format check, the type checker and check_prose.py"
 	@echo "make clean  remove $(VENV), build outputs and caches"
 
 demo: $(VENV)/.demo
@@ -41,7 +41,7 @@ near: $(VENV)/.dev
 lint: $(VENV)/.dev
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	$(BIN)/python scripts/check_prose.py
+	$(BIN)/python scripts/check_prose.py $(BASE)
 	$(BIN)/mypy
 	$(BIN)/mypy kernels
 

@@ -1,9 +1,11 @@
-"""Refuse habits that make prose hard to read: `make lint` runs this over all tracked files.
+"""Refuse habits that make prose and names hard to read: `make lint` runs this.
 
 Markdown is checked as a whole, without code blocks. In Python files comments and strings are
-checked. CONTRIBUTING.md has the rules that a machine cannot check.
+checked, and outside tests the names of variables. Subjects of commits that the main branch does not
+have must be short. CONTRIBUTING.md has the rules that a machine cannot check.
 """
 
+import ast
 import io
 import re
 import subprocess
@@ -28,6 +30,35 @@ HABITS = {
     r"\b(so many|so long) (?!as\b)": "write this many, or as long as",
     r"(?i)\bnewest token": "write last token",
 }
+# words that do not say what a value is
+FILLERS = frozenset(
+    "asked both each first found given kept known left made many more new old one others own part "
+    "parts rest same seen shown some taken tried used wanted what whole".split()
+)
+MAX_FILLERS = 0.005  # as a fraction of all names that are bound
+NAMED = ("specjax", "kernels", "scripts")
+TO_DO = (  # folders and files whose names are not checked yet
+    "kernels/",
+    "scripts/bench/",
+    "specjax/adaptive/",
+    "specjax/checkpoints/",
+    "specjax/cli/",
+    "specjax/compiling/",
+    "specjax/disaggregation/",
+    "specjax/engine/",
+    "specjax/kv/",
+    "specjax/metrics/",
+    "specjax/models/",
+    "specjax/runtime/",
+    "specjax/sampling/",
+    "specjax/scheduling/",
+    "specjax/server/",
+    "specjax/speculative/",
+    "specjax/testing/",
+    "specjax/text/",
+    "specjax/training/",
+)
+MAX_SUBJECT = 72
 
 
 def findings(text: str, first_line: int) -> Iterator[tuple[int, str, str]]:
@@ -50,11 +81,50 @@ def prose(path: Path) -> Iterator[tuple[int, str]]:
             yield token.start[0], token.string
 
 
-def main() -> int:
+def bindings(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield line and name of each variable, attribute and parameter that a file binds."""
+    for node in ast.walk(ast.parse(path.read_bytes())):
+        match node:
+            case (
+                ast.Name(id=name, ctx=ast.Store())
+                | ast.Attribute(attr=name, ctx=ast.Store())
+                | ast.arg(arg=name)
+                | ast.MatchAs(name=str(name))
+            ):
+                yield node.lineno, name
+
+
+def check_names(paths: list[Path]) -> int:
+    """Print the fillers and return their number if they are too many."""
+    names = [(path, line, name) for path in paths for line, name in bindings(path)]
+    fillers = [binding for binding in names if binding[2].strip("_") in FILLERS]
+    if len(fillers) <= MAX_FILLERS * len(names):
+        return 0
+    for path, line, name in fillers:
+        print(f"{path}:{line}: {name!r}: a filler; write what the value is")
+    print(f"{len(fillers)} of {len(names)} names are fillers; the limit is {MAX_FILLERS:.1%}")
+    return len(fillers)
+
+
+def check_subjects(base: str) -> int:
+    """Check the commits that ``base`` does not have; an unknown ``base`` has them all."""
+    command = ["git", "log", "--no-merges", "--format=%h %s", f"{base}..HEAD"]
+    commits = subprocess.run(command, capture_output=True, text=True).stdout.splitlines()
+    subjects = [commit.split(" ", 1) for commit in commits]
+    long = [(commit, subject) for commit, subject in subjects if len(subject) > MAX_SUBJECT]
+    for commit, subject in long:
+        print(f"{commit}: {subject!r}: {len(subject)} characters; the limit is {MAX_SUBJECT}")
+    return len(long)
+
+
+def main(base: str = "origin/main") -> int:
     command = ["git", "ls-files", "*.md", *(f"{folder}/*.py" for folder in FOLDERS)]
     listed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    count = 0
-    for path in map(Path, listed.splitlines()):
+    paths = [Path(line) for line in listed.splitlines()]
+    code = [path for path in paths if path.suffix == ".py" and path.parts[0] in NAMED]
+    count = check_subjects(base)
+    count += check_names([path for path in code if not path.as_posix().startswith(TO_DO)])
+    for path in paths:
         if path == Path("scripts/check_prose.py"):
             continue
         for start, text in prose(path):
@@ -65,4 +135,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(*sys.argv[1:]))

@@ -98,11 +98,11 @@ def check_number(name: str, value: Any, **limits: float) -> float:
 
     The limits are any of ``at_least``, ``above``, ``at_most`` and ``below``.
     """
-    given = [(*_LIMITS[limit], bound) for limit, bound in limits.items()]
+    comparisons = [(*_LIMITS[limit], bound) for limit, bound in limits.items()]
     kind = [] if is_number(value) else ["a finite number"]
-    missed = [] if kind else [bound for _, holds, bound in given if not holds(value, bound)]
+    missed = [] if kind else [bound for _, holds, bound in comparisons if not holds(value, bound)]
     if kind or missed:
-        words = kind + [f"{word} {bound}" for word, _, bound in given]
+        words = kind + [f"{word} {bound}" for word, _, bound in comparisons]
         limit = missed[0] if missed else None
         raise refused(name, value, f"must be {' and '.join(words)}", limit)
     return float(value)
@@ -125,14 +125,14 @@ def convert(name: str, value: Any, kind: Any) -> Any:
         return value
     try:
         # msgspec does not accept numpy's float64 as a float
-        made = msgspec.convert(float(value) if isinstance(value, float) else value, kind)
-        if not isinstance(made, float) or is_number(value):
-            return made
+        converted = msgspec.convert(float(value) if isinstance(value, float) else value, kind)
+        if not isinstance(converted, float) or is_number(value):
+            return converted
     except (msgspec.ValidationError, RecursionError):
         pass
     info, description = inspect.type_info(kind), None
     if isinstance(info, inspect.UnionType):
-        info = next(one for one in info.types if not isinstance(one, inspect.NoneType))
+        info = next(member for member in info.types if not isinstance(member, inspect.NoneType))
     if isinstance(info, inspect.Metadata):
         description = (info.extra_json_schema or {}).get("description")
         info = info.type

@@ -56,9 +56,9 @@ class Quantization:
         groups = "" if self.group is None else f" in groups of {self.group}"
         zeros = " with zero points" if self.has_zeros else ""
         rounded = ", also activations" if self.rounds_activations else ""
-        more = ", ..." if len(self.plain) > 3 else ""
-        rest = f", without {', '.join(self.plain[:3])}{more}" if self.plain else ""
-        return f"{self.kind}{groups}{zeros}{rounded}{rest}"
+        ellipsis = ", ..." if len(self.plain) > 3 else ""
+        without = f", without {', '.join(self.plain[:3])}{ellipsis}" if self.plain else ""
+        return f"{self.kind}{groups}{zeros}{rounded}{without}"
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -190,8 +190,8 @@ class TransformerConfig:
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype={self.dtype!r} is not one of {sorted(DTYPES)}")
         if self.kv_cache_dtype not in ("auto", *KV_DTYPES):
-            known = sorted(("auto", *KV_DTYPES))
-            raise ValueError(f"kv_cache_dtype={self.kv_cache_dtype!r} is not one of {known}")
+            choices = sorted(("auto", *KV_DTYPES))
+            raise ValueError(f"kv_cache_dtype={self.kv_cache_dtype!r} is not one of {choices}")
 
     def check_layers(self, *names: str) -> None:
         """Raise ValueError if a field is neither empty nor has one value per layer."""
@@ -260,16 +260,16 @@ class ModelConfig(TransformerConfig):
             return longest
         return max(longest, int(scaling.factor * scaling.original_max_position_embeddings))
 
-    def context_length(self, asked: int | None) -> int:
-        """Return ``asked``, or else ``max_position_embeddings``; raise ValueError if too long."""
-        if asked is not None and asked > (limit := self.context_limit):
+    def context_length(self, length: int | None) -> int:
+        """Return ``length``, or else ``max_position_embeddings``; raise ValueError if too long."""
+        if length is not None and length > (limit := self.context_limit):
             is_extended = limit > self.max_position_embeddings
-            what = "with its rope scaling" if is_extended else "max_position_embeddings"
+            source = "with its rope scaling" if is_extended else "max_position_embeddings"
             raise ValueError(
-                f"context_length={asked} exceeds the model's limit of {limit} ({what}); lower "
+                f"context_length={length} exceeds the model's limit of {limit} ({source}); lower "
                 "context_length"
             )
-        return asked or self.max_position_embeddings
+        return length or self.max_position_embeddings
 
     def within(self, length: int) -> "ModelConfig":
         """As for all transformers; also drop windows that hold such texts."""
@@ -277,7 +277,7 @@ class ModelConfig(TransformerConfig):
         return replace(
             super().within(length),
             windows=windows if any(windows) else (),
-            layer_ropes=tuple(one and one.within(length) for one in self.layer_ropes),
+            layer_ropes=tuple(rope and rope.within(length) for rope in self.layer_ropes),
         )
 
     @property

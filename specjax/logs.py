@@ -75,7 +75,7 @@ def configured(level: str, kind: str, *, has_access: bool) -> Iterator[None]:
         has_access: also write the lines of ``ACCESS``, at any ``level``.
     """
     root, package, access = map(logging.getLogger, (None, "specjax", ACCESS))
-    old = [(logger, logger.level) for logger in (root, package, access)]
+    previous_levels = [(logger, logger.level) for logger in (root, package, access)]
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(FORMATS[kind])
     root.addHandler(handler)
@@ -87,5 +87,5 @@ def configured(level: str, kind: str, *, has_access: bool) -> Iterator[None]:
             yield
     finally:
         root.removeHandler(handler)
-        for logger, number in old:
+        for logger, number in previous_levels:
             logger.setLevel(number)

@@ -269,8 +269,8 @@ class Totals:
     @property
     def accepted_by_position(self) -> list[int]:
         """Number of verifies that accepted the first draft, the second draft, and so on."""
-        found = list(accumulate(self.verifies_by_accepted[:0:-1]))[::-1]
-        return found + [0] * (self.depth - len(found))
+        counts = list(accumulate(self.verifies_by_accepted[:0:-1]))[::-1]
+        return counts + [0] * (self.depth - len(counts))
 
     @property
     def verified_by_position(self) -> list[int]:
@@ -412,23 +412,23 @@ def families(
     totals: Totals, metrics: Iterable[Metric], prefix: str, model_name: str
 ) -> Iterable[Any]:
     """Convert metrics to Prometheus families; each sample has the label ``model_name``."""
-    found: dict[str, Any] = {}
+    families_by_name: dict[str, Any] = {}
     for metric in metrics:
         if metric.needs and any(getattr(totals, metric.needs) is no for no in (False, None)):
             continue
         labels = {"model_name": model_name} | dict([metric.label] if metric.label else ())
         name, values = prefix + metric.name, tuple(labels.values())
         value = metric.of(totals)
-        if name not in found:
+        if name not in families_by_name:
             names = (*labels, "position") if isinstance(value, list) else tuple(labels)
-            found[name] = _KINDS[metric.kind](name, metric.help, labels=names)
+            families_by_name[name] = _KINDS[metric.kind](name, metric.help, labels=names)
         if isinstance(value, list):
             for position, count in enumerate(value):
-                found[name].add_metric((*values, str(position)), count)
+                families_by_name[name].add_metric((*values, str(position)), count)
         elif isinstance(value, Histogram):
             bounds = [*map(floatToGoString, value.bounds), "+Inf"]
             buckets = list(zip(bounds, accumulate(value.counts), strict=True))
-            found[name].add_metric(values, buckets, value.total)
+            families_by_name[name].add_metric(values, buckets, value.total)
         else:
-            found[name].add_metric(values, value)
-    return found.values()
+            families_by_name[name].add_metric(values, value)
+    return families_by_name.values()
