@@ -52,10 +52,8 @@ TO_DO = (  # folders and files whose names are not checked yet
     "specjax/runtime/",
     "specjax/sampling/",
     "specjax/scheduling/",
-    "specjax/server/",
     "specjax/speculative/",
     "specjax/testing/",
-    "specjax/text/",
     "specjax/training/",
 )
 MAX_SUBJECT = 72

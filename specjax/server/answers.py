@@ -36,7 +36,7 @@ class Answer(ABC):
     wants_logprobs: bool
 
     @abstractmethod
-    def whole(self, results: Sequence[Result]) -> bytes:
+    def body(self, results: Sequence[Result]) -> bytes:
         """Return the body of a response that is not a stream."""
 
     @abstractmethod
@@ -98,7 +98,7 @@ class ChoicesAnswer(Answer):
         """Return the fields of a chunk to send before a choice's text; ``None`` for no chunk."""
 
     @abstractmethod
-    def part(self, text: str) -> Result:
+    def piece(self, text: str) -> Result:
         """Return the fields of a chunk that contain a piece of a choice's text."""
 
     def finish_reason(self, index: int, reason: str) -> str:
@@ -115,7 +115,7 @@ class ChoicesAnswer(Answer):
     def logprobs(self, sent: Sent, chosen: Sequence[TokenLogprob], tops: Tops) -> Result:
         """Return the ``logprobs`` field for the next tokens."""
 
-    def whole(self, results: Sequence[Result]) -> bytes:
+    def body(self, results: Sequence[Result]) -> bytes:
         choices = []
         for i, result in enumerate(results):
             choice = {"index": i} | self.message(i, result["text"])
@@ -135,18 +135,18 @@ class ChoicesAnswer(Answer):
             opening = self.opening(index)
             if opening is not None:
                 end: Result = {"logprobs": None, "finish_reason": None}
-                first = result.get("meta_info", {})
-                if scored := first.get("input_token_logprobs"):
-                    tops = first.get("input_top_logprobs", [])
+                prompt_meta = result.get("meta_info", {})
+                if scored := prompt_meta.get("input_token_logprobs"):
+                    tops = prompt_meta.get("input_top_logprobs", [])
                     end["logprobs"] = self.logprobs(sent, scored, tops)
                 events = self._event([{"index": index} | opening | end])
-        parts, new = self.new_text(sent, index, result)
-        events += parts
+        new_events, new_text = self.new_text(sent, index, result)
+        events += new_events
         meta = result.get("meta_info")  # text-only results have no meta_info
         if meta is None:
-            if new:
+            if new_text:
                 before, after = sent.template or self._template(index, sent)
-                events += before + quote(new) + after
+                events += before + quote(new_text) + after
             return events.encode()
         is_final = meta["finish_reason"] is not None
         choice: Result = {"index": index}
@@ -155,8 +155,8 @@ class ChoicesAnswer(Answer):
             ids, flags = result["output_ids"], meta["output_is_draft"]
             pieces = sent.pieces.take(result["text"], ids, flags, final=is_final)
             choice["pieces"] = [{"text": piece, "is_draft": flag} for piece, flag in pieces]
-            new = "".join(piece for piece, _ in pieces)
-        choice |= self.part(new) | self._tokens(index, sent, result)
+            new_text = "".join(piece for piece, _ in pieces)
+        choice |= self.piece(new_text) | self._tokens(index, sent, result)
         if is_final:
             sent.last = meta
         end = self._end(index, meta) if is_final else {"finish_reason": None}
@@ -224,7 +224,7 @@ class ChoicesAnswer(Answer):
         }
 
     def _template(self, index: int, sent: Sent) -> tuple[str, str]:
-        choice = {"index": index} | self.part(_HOLE) | {"logprobs": None, "finish_reason": None}
+        choice = {"index": index} | self.piece(_HOLE) | {"logprobs": None, "finish_reason": None}
         before, _, after = self._event([choice]).rpartition(quote(_HOLE))
         sent.template = before, after
         return before, after

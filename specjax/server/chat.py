@@ -93,29 +93,29 @@ class ChatAnswer(ChoicesAnswer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._parts = defaultdict[int, TextParts](self.new_parts)
+        self._parsed = defaultdict[int, TextParts](self.new_parts)
 
     def message(self, index: int, text: str) -> Result:
-        parts = self._parts[index]
-        parts.read(text, is_final=True)
-        content = parts.content if parts.content or not parts.calls else None
+        parsed = self._parsed[index]
+        parsed.read(text, is_final=True)
+        content = parsed.content if parsed.content or not parsed.calls else None
         message: Result = {"role": "assistant", "content": content, "refusal": None}
-        if parts.reasons and parts.is_apart:
-            message["reasoning_content"] = parts.reasoning or None
-        if parts.calls:
-            message["tool_calls"] = [_call(call) for call in parts.calls]
+        if parsed.reasons and parsed.is_apart:
+            message["reasoning_content"] = parsed.reasoning or None
+        if parsed.calls:
+            message["tool_calls"] = [_call(call) for call in parsed.calls]
         return {"message": message}
 
     def finish_reason(self, index: int, reason: str) -> str:
-        is_call = reason == "stop" and self._parts[index].ends_with_call
+        is_call = reason == "stop" and self._parsed[index].ends_with_call
         return "tool_calls" if is_call else reason
 
     def new_text(self, sent: Sent, index: int, result: Result) -> tuple[str, str]:
-        parts, meta = self._parts[index], result.get("meta_info")
-        if not parts.tools.names and not parts.reasons:  # most requests: nothing to parse
+        parsed, meta = self._parsed[index], result.get("meta_info")
+        if not parsed.tools.names and not parsed.reasons:  # most requests: nothing to parse
             return super().new_text(sent, index, result)
         is_final = meta is not None and meta["finish_reason"] is not None
-        reasoning, content, calls = parts.read(result["text"], is_final=is_final)
+        reasoning, content, calls = parsed.read(result["text"], is_final=is_final)
         events = self._delta(index, reasoning_content=reasoning) if reasoning else ""
         if not calls:
             return events, content
@@ -130,7 +130,7 @@ class ChatAnswer(ChoicesAnswer):
     def opening(self, index: int) -> Result | None:
         return {"delta": {"role": "assistant", "content": ""}}
 
-    def part(self, text: str) -> Result:
+    def piece(self, text: str) -> Result:
         return {"delta": {"content": text} if text else {}}
 
     def logprobs(self, sent: Sent, chosen: Sequence[TokenLogprob], tops: Tops) -> Result:
@@ -144,8 +144,8 @@ class ChatAnswer(ChoicesAnswer):
         content = []
         for i, (value, token, _) in enumerate(chosen):
             best = (tops[i] or ()) if tops else ()
-            others = [entry(top, other) for top, other, _ in best]
-            content.append(entry(value, token) | {"top_logprobs": others})
+            alternatives = [entry(top, other) for top, other, _ in best]
+            content.append(entry(value, token) | {"top_logprobs": alternatives})
         return {"content": content, "refusal": None}
 
 

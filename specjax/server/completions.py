@@ -73,7 +73,7 @@ class CompletionAnswer(ChoicesAnswer):
     def opening(self, index: int) -> Result | None:
         return None if self.echoed is None else {"text": self._prompt(index)}
 
-    def part(self, text: str) -> Result:
+    def piece(self, text: str) -> Result:
         return {"text": text}
 
     def logprobs(self, sent: Sent, chosen: Sequence[TokenLogprob], tops: Tops) -> Result:

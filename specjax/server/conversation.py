@@ -169,10 +169,10 @@ def with_default_prompt(
     """Tell a model about tools if its template does not; calls and results become text."""
     lines = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
     prompt = PROMPT.format(tools=lines, start=START, end=END)
-    system, *others = map(_as_text, messages)
+    system, *later_messages = map(_as_text, messages)
     if system["role"] == "system":
-        return [system | {"content": f"{system['content']}\n\n{prompt}"}, *others]
-    return [{"role": "system", "content": prompt}, system, *others]
+        return [system | {"content": f"{system['content']}\n\n{prompt}"}, *later_messages]
+    return [{"role": "system", "content": prompt}, system, *later_messages]
 
 
 def _as_text(message: dict[str, Any]) -> dict[str, Any]:
@@ -218,7 +218,7 @@ def make_message(where: str, message: Any) -> dict[str, Any]:
         if value := fields.take(neutral):
             raise bad_value(f"{where}.{neutral}", value, "is not supported")
     # the template may use more fields, for example the reasoning of an earlier message
-    return plain | {name: fields.take(name) for name in fields.left}
+    return plain | {name: fields.take(name) for name in fields.unread}
 
 
 def _text(where: str, content: Any) -> str:

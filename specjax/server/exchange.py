@@ -58,7 +58,7 @@ class LargeBodies:
     """Byte budget that all connections share for bodies above ``LARGE_BYTES``."""
 
     def __init__(self, max_bytes: int) -> None:
-        self.left = max_bytes
+        self.free_bytes = max_bytes
         self.turns = asyncio.Semaphore(LARGE_AT_ONCE)
 
 
@@ -97,9 +97,9 @@ class Exchange:
         self._failed: Callable[[ApiError], bytes] | None = None  # set when a stream has begun
         self._num_sent = 0
         self._watch: asyncio.Future[None] | None = None
-        given = (self.header(b"x-request-id") or b"").decode("latin-1")
-        is_safe = given.isascii() and given.isprintable() and len(given) <= MAX_REQUEST_ID
-        self.id = given if is_safe and given.strip() else new_id()
+        sent_id = (self.header(b"x-request-id") or b"").decode("latin-1")
+        is_safe = sent_id.isascii() and sent_id.isprintable() and len(sent_id) <= MAX_REQUEST_ID
+        self.id = sent_id if is_safe and sent_id.strip() else new_id()
         self.rid = ""  # id of the engine's request, or of the first of several
         self.status = 0
 
@@ -144,10 +144,10 @@ class Exchange:
                         size += len(piece)
                         has_more = message.get("more_body", False)
                         if LARGE_BYTES < size <= limit and not (claimed or is_refused):
-                            is_refused = total > large.left
+                            is_refused = total > large.free_bytes
                             if not is_refused:
                                 claimed = total
-                                large.left -= claimed
+                                large.free_bytes -= claimed
                                 seconds = RATE_GRACE_SECONDS + (total - size) / MIN_RATE
                                 timeout.reschedule(asyncio.get_running_loop().time() + seconds)
                         if size > limit or is_refused:
@@ -173,7 +173,7 @@ class Exchange:
             async with large.turns if claimed else nullcontext():
                 yield data
         finally:
-            large.left += claimed
+            large.free_bytes += claimed
 
     async def read_object(self, limit: int, large: LargeBodies) -> Body:
         """Read a short JSON object; a missing body is an empty object."""
@@ -235,9 +235,9 @@ class Exchange:
             if not is_over:
                 task.cancel()
 
-        def look(seen: int) -> None:
+        def look(last_num_sent: int) -> None:
             nonlocal timer
-            if self._is_sending and seen == self._num_sent:
+            if self._is_sending and last_num_sent == self._num_sent:
                 gone.cancel()
             timer = loop.call_later(STALL_SECONDS, look, self._num_sent)
 

@@ -185,17 +185,17 @@ class Body:
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         absent = (None, _NULL)
-        self._left = {name: value for name, value in values.items() if value not in absent}
-        self.known: set[str] = set()  # names that have been looked up
+        self._unread = {name: value for name, value in values.items() if value not in absent}
+        self.looked_up: set[str] = set()  # names that have been looked up
         self.sources: dict[str, str] = {}  # parameters of the engine -> fields that set them
 
     def __contains__(self, name: str) -> bool:
-        self.known.add(name)
-        return name in self._left
+        self.looked_up.add(name)
+        return name in self._unread
 
     @property
-    def left(self) -> tuple[str, ...]:
-        return tuple(self._left)
+    def unread(self) -> tuple[str, ...]:
+        return tuple(self._unread)
 
     def take(self, name: str, default: Any = None) -> Any:
         """Take a value of any type; refuse one that is too large or nested too deeply."""
@@ -210,7 +210,7 @@ class Body:
     def put(self, name: str, value: Any) -> None:
         """Add a field that came under another name, or put back one that was only read."""
         if value is not None:
-            self._left[name] = value
+            self._unread[name] = value
 
     def flag(self, name: str, default: bool = False) -> bool:
         return self._typed(name, default, bool, "true or false")
@@ -239,14 +239,14 @@ class Body:
         value = self._pop(name)
         if not isinstance(value, Raw):
             return value
-        found = _INPUTS.match(value)
-        assert found is not None  # it matches any text
-        if not found[1]:
+        opening = _INPUTS.match(value)
+        assert opening is not None  # it matches any text
+        if not opening[1]:
             return self._decode(name, value, str, INPUTS)
-        if found[2] == b'"':
+        if opening[2] == b'"':
             _check_parts(name, value, MAX_PARTS, b'",')
             return self._decode(name, value, list[str], INPUTS)
-        if found[2] != b"[":
+        if opening[2] != b"[":
             return self._ids(name, value, max_ids)
         _check_parts(name, value, max_rows + 1, b"[")
         rows = self._decode(name, value, list[Raw], INPUTS)
@@ -259,8 +259,8 @@ class Body:
         return self._decode(name, value, list[int], INPUTS)
 
     def _pop(self, name: str, default: Any = None) -> Any:
-        self.known.add(name)
-        return self._left.pop(name, default)
+        self.looked_up.add(name)
+        return self._unread.pop(name, default)
 
     def _typed(self, name: str, default: Any, kind: Any, meaning: str) -> Any:
         return self._decode(name, self._pop(name, default), kind, meaning)
@@ -293,18 +293,18 @@ def _check_parts(name: str, value: Raw, limit: int, *marks: bytes) -> None:
         raise ApiError(400, f"{name} has more than {limit} values", param=name)
 
 
-def _check_depth(name: str, value: Any, left: int) -> None:
+def _check_depth(name: str, value: Any, levels: int) -> None:
     if not isinstance(value, dict | list):
         return
-    if not left:
+    if not levels:
         raise ApiError(400, f"{name} is nested deeper than {MAX_DEPTH} levels", param=name)
     for item in value.values() if isinstance(value, dict) else value:
-        _check_depth(name, item, left - 1)
+        _check_depth(name, item, levels - 1)
 
 
 @contextmanager
 def client_names(
-    prompt: str | None = None, sources: Mapping[str, str] = MappingProxyType({}), **others: str
+    prompt: str | None = None, sources: Mapping[str, str] = MappingProxyType({}), **renames: str
 ) -> Iterator[None]:
     """Turn a ValueError into status 400 with OpenAI's field names; also works as a decorator.
 
@@ -313,14 +313,14 @@ def client_names(
     Args:
         prompt: the field that holds the prompt; ``None`` keeps the engine's names.
         sources: :attr:`Body.sources`, which may grow within the context.
-        **others: the client's names for more parameters; keywords are the engine's names.
+        **renames: the client's names for more parameters; keywords are the engine's names.
     """
     try:
         yield
     except ValueError as error:
         # cut the message first: search time grows with the square of the number of open quotes
         message, param, code = str(error)[: MAX_MESSAGE + 1], None, None
-        names = {} if prompt is None else {prompt: prompt} | CLIENT_NAMES | others | {**sources}
+        names = {} if prompt is None else {prompt: prompt} | CLIENT_NAMES | renames | {**sources}
         message = _WORD.sub(lambda word: names.get(word[0], word[0]), message)
         if isinstance(error, ParameterError):
             param, code = names.get(error.param or ""), error.code
@@ -349,17 +349,17 @@ class IgnoredFields:
 def is_neutral(name: str, value: Any) -> bool:
     if name in REFUSED:
         choices = REFUSED[name][1]
-        return any(value == one and type(value) is type(one) for one in choices)
+        return any(value == choice and type(value) is type(choice) for choice in choices)
     return name not in SAMPLING and not value  # for example false, 0, "" or []
 
 
 def finish_fields(body: Body, ignored: IgnoredFields) -> None:
     """Ignore unknown fields; refuse misspelled ones and those that would change the response."""
-    is_native = "sampling_params" in body.known
-    known = {*body.known, *REFUSED}
+    is_native = "sampling_params" in body.looked_up
+    candidates = {*body.looked_up, *REFUSED}
     elsewhere = "pass it in sampling_params" if is_native else "other routes do"
     num_compared = 0
-    for name in body.left:
+    for name in body.unread:
         value = body.take(name)
         if name in REFUSED or name in ELSEWHERE:
             if is_neutral(name, value):
@@ -372,7 +372,7 @@ def finish_fields(body: Body, ignored: IgnoredFields) -> None:
             continue
         num_compared += 1
         if num_compared <= MAX_COMPARED and (
-            near := get_close_matches(name[:MAX_NAME], known, 1, LIKENESS)
+            near := get_close_matches(name[:MAX_NAME], candidates, 1, LIKENESS)
         ):
             message = f"unknown field {short(name)}; did you mean {near[0]!r}?"
             raise ApiError(400, message, param=name, code="unknown_field")

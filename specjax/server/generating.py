@@ -98,26 +98,26 @@ def max_reported(call: Call) -> int:
 
 
 async def _reply(service: Service, exchange: Exchange, call: Call, answer: Answer) -> None:
-    body = await _whole(service, call, answer)
+    body = await _answer_body(service, call, answer)
     del call, answer
     with service.unread.holding(exchange, len(body)):
         await exchange.reply(body)
 
 
-async def _whole(service: Service, call: Call, answer: Answer) -> bytes:
+async def _answer_body(service: Service, call: Call, answer: Answer) -> bytes:
     with service.refusals():
         results = await service.engine.async_run(call)
     results = results if call.is_batch else [results]
     counts = (result["meta_info"] for result in results)
     size = sum(meta["prompt_tokens"] + meta["completion_tokens"] for meta in counts)
     if answer.wants_logprobs and size > INLINE_LOGPROBS:
-        return await asyncio.to_thread(answer.whole, results)
-    return answer.whole(results)
+        return await asyncio.to_thread(answer.body, results)
+    return answer.body(results)
 
 
 async def _stream(service: Service, exchange: Exchange, call: Call, answer: Answer) -> None:
     call.text_only, chunk = answer.text_only, answer.chunk
-    kept = ENTRY_BYTES * max_reported(call)
+    report_bytes = ENTRY_BYTES * max_reported(call)
     outputs = await service.engine.async_run(call)
     try:
         with service.refusals():
@@ -126,7 +126,7 @@ async def _stream(service: Service, exchange: Exchange, call: Call, answer: Answ
         await exchange.start_events(answer.failed)
         while output is not None:
             if events := chunk(output):
-                with service.unread.holding(exchange, kept + len(events)):
+                with service.unread.holding(exchange, report_bytes + len(events)):
                     await exchange.push(events)
             output = await anext(outputs, None)
         await exchange.end_events(answer.closing())

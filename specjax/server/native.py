@@ -38,28 +38,28 @@ def read_generate(service: Service, body: Body) -> "tuple[Call, NativeAnswer]":
     has_texts = body.flag("return_text_in_logprobs")
     finish_fields(body, service.ignored_fields)
     service.check_count(count)
-    given = sampling if isinstance(sampling, list) else [sampling]
-    if given is sampling and len(given) != count:
-        message = f"sampling_params has {len(given)} values for {count} inputs; give one per input"
+    values = sampling if isinstance(sampling, list) else [sampling]
+    if values is sampling and len(values) != count:
+        message = f"sampling_params has {len(values)} values for {count} inputs; give one per input"
         raise ApiError(400, message, param="sampling_params")
-    made = [_sampling(one) for one in given]
-    service.check_count(count * max((params.n for params in made), default=1))
-    params = made if isinstance(sampling, list) else made[0]
+    params_list = [_sampling(value) for value in values]
+    service.check_count(count * max((params.n for params in params_list), default=1))
+    params = params_list if isinstance(sampling, list) else params_list[0]
     call = service.engine.make_call(text, params, input_ids=ids, stream=is_stream, **options)
     has_logprobs = any(request.top_logprobs is not None for request in call.requests)
     texts = service.texts if has_texts else None
     return call, NativeAnswer(call.is_batch, has_logprobs, texts, is_incremental)
 
 
-def _sampling(given: Any) -> SamplingParams:
+def _sampling(sampling: Any) -> SamplingParams:
     """Read sampling parameters; ignore nulls and neutral values of unsupported fields."""
-    if isinstance(given, dict):
-        given = {
+    if isinstance(sampling, dict):
+        sampling = {
             name: value
-            for name, value in given.items()
+            for name, value in sampling.items()
             if value is not None and not (name in REFUSED and is_neutral(name, value))
         }
-    return SamplingParams.of(given)
+    return SamplingParams.of(sampling)
 
 
 @dataclass
@@ -74,13 +74,13 @@ class NativeAnswer(Answer):
     sent: dict[int, tuple[int, int]] = field(default_factory=dict)
     text_only = False
 
-    def whole(self, results: Sequence[dict[str, Any]]) -> bytes:
-        shown = [self._plain(result) for result in results]
-        return dump(shown if self.is_batch else shown[0]).encode()
+    def body(self, results: Sequence[dict[str, Any]]) -> bytes:
+        plain_results = [self._plain(result) for result in results]
+        return dump(plain_results if self.is_batch else plain_results[0]).encode()
 
     def chunk(self, result: dict[str, Any]) -> bytes:
-        new = self._new(result) if self.is_incremental else result
-        return f"data: {dump(self._plain(new))}\n\n".encode()
+        unsent = self._new(result) if self.is_incremental else result
+        return f"data: {dump(self._plain(unsent))}\n\n".encode()
 
     def _new(self, result: dict[str, Any]) -> dict[str, Any]:
         """Return the part of a result that earlier chunks do not have."""

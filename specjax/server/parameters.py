@@ -23,8 +23,8 @@ def take_output(body: Body) -> tuple[bool, dict[str, bool]]:
     flags = {name: options.flag(name) for name in ("include_usage", "include_drafts")}
     for ignored in ("include_obfuscation", "continuous_usage_stats"):
         options.take(ignored)
-    if options.left:
-        message = f"stream_options: unknown field {options.left[0]!r}"
+    if options.unread:
+        message = f"stream_options: unknown field {options.unread[0]!r}"
         raise ApiError(400, message, param="stream_options", code="unknown_field")
     return is_stream, flags | {"return_ids": body.flag("return_token_ids")}
 

@@ -164,8 +164,8 @@ def log_load(
     while not is_over.wait(interval):
         now, moment = snapshot(), time.monotonic()
         if load := describe_load(now, past, moment - then):
-            parts = (f"{name.replace('_', ' ')} {value}" for name, value in load.items())
-            logger.info("%s", ", ".join(parts), extra={"fields": load})
+            measures = (f"{name.replace('_', ' ')} {value}" for name, value in load.items())
+            logger.info("%s", ", ".join(measures), extra={"fields": load})
         past, then = now, moment
 
 

@@ -233,11 +233,11 @@ def tokenize(service: Service, body: Body) -> bytes:
     if wants_texts:
         names = [[tokenizer.backend.id_to_token(i) for i in row] for row in ids]
 
-    def shown(rows: list[Any] | None) -> Any:
+    def unbatched(rows: list[Any] | None) -> Any:
         return rows if rows is None or is_batch else rows[0]
 
-    answer = {"count": shown([len(row) for row in ids]), "max_model_len": length}
-    return dump(answer | {"tokens": shown(ids), "token_strs": shown(names)}).encode()
+    answer = {"count": unbatched([len(row) for row in ids]), "max_model_len": length}
+    return dump(answer | {"tokens": unbatched(ids), "token_strs": unbatched(names)}).encode()
 
 
 def detokenize(service: Service, body: Body) -> bytes:
@@ -258,8 +258,8 @@ def detokenize(service: Service, body: Body) -> bytes:
             message = f"tokens must be a list of ids below {size}, or a list of such lists"
             raise ApiError(400, message, param="tokens")
     texts = [tokenizer.decode(row, skips_special) for row in rows]
-    shown = texts if is_batch else texts[0]
-    return dump({"prompt": shown, "text": shown}).encode()
+    answer = texts if is_batch else texts[0]
+    return dump({"prompt": answer, "text": answer}).encode()
 
 
 async def flush_cache(service: Service, exchange: Exchange) -> Json:

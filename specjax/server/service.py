@@ -76,8 +76,8 @@ class Access:
         host = (_only(exchange, b"host") or b"localhost").decode("latin-1")
         origin = _only(exchange, b"origin")
         site = _only(exchange, b"sec-fetch-site")
-        found = _HOST.fullmatch(host)
-        name = (found[1] or found[2]).lower() if found else ""
+        host_match = _HOST.fullmatch(host)
+        name = (host_match[1] or host_match[2]).lower() if host_match else ""
         if not is_loopback(name) and name not in map(str.lower, self.allowed_hosts):
             message = f"Host {host!r} is not a loopback address; allow it with --allowed-hosts"
             raise ApiError(403, message, code="unknown_host")
@@ -90,12 +90,12 @@ class Access:
 
 
 def _check_key(exchange: Exchange, *keys: str | None) -> None:
-    scheme, _, given = (exchange.header(b"authorization") or b"").partition(b" ")
+    scheme, _, sent_key = (exchange.header(b"authorization") or b"").partition(b" ")
     if scheme.lower() != b"bearer":
-        given = exchange.header(b"x-api-key") or b""
+        sent_key = exchange.header(b"x-api-key") or b""
     # bytes: hmac cannot compare non-ASCII strings in constant time
-    known = [key.encode() for key in keys if key is not None]
-    if not any(hmac.compare_digest(given.strip(), key) for key in known):
+    valid_keys = [key.encode() for key in keys if key is not None]
+    if not any(hmac.compare_digest(sent_key.strip(), key) for key in valid_keys):
         message = "API key missing or wrong; send 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
         raise ApiError(401, message, code="invalid_api_key")
 

@@ -59,8 +59,8 @@ class CompletionText:
                 self._text += skipped * self._keeps_stop
                 return i + 1, skipped
             self._pending.append(token)
-            if (found := self._find_stop(self._starts)) is not None:
-                return i + 1, found
+            if (stop := self._find_stop(self._starts)) is not None:
+                return i + 1, stop
         self._is_flush_pending |= flush
         return len(tokens), self._find_stop(self._starts) if flush else None
 
@@ -91,17 +91,17 @@ class CompletionText:
         """Cut the text at the first stop string, or after it with ``keeps_stop``; return it."""
         self._decode()
         held = None
-        for first in starts.finditer(self._text, self._num_safe):
-            at = first.start()
-            rest = self._text[at : at + self._longest]
-            # No stop string begins with another. In sort order, `rest` can begin only with the last
-            # one that is not greater, and only the next one can begin with `rest`.
-            i = bisect_right(self._stops, rest)
-            if i > 0 and rest.startswith(self._stops[i - 1]):
+        for start in starts.finditer(self._text, self._num_safe):
+            at = start.start()
+            tail = self._text[at : at + self._longest]
+            # No stop string begins with another. In sort order, `tail` can begin only with the last
+            # one that is not greater, and only the next one can begin with `tail`.
+            i = bisect_right(self._stops, tail)
+            if i > 0 and tail.startswith(self._stops[i - 1]):
                 stop = self._stops[i - 1]
                 self._text = self._text[: at + len(stop) * self._keeps_stop]
                 return stop
-            if held is None and i < len(self._stops) and self._stops[i].startswith(rest):
+            if held is None and i < len(self._stops) and self._stops[i].startswith(tail):
                 held = at
         self._num_safe = len(self._text) if held is None else held
         return None
@@ -158,7 +158,7 @@ class TokenTexts:
             decoder = self._backend.decoder
             if decoder is not None and b"ByteLevel" in decoder.__getstate__():
                 self._alphabet = byte_alphabet()
-        self._known: dict[int, tuple[str, bytes]] = {}
+        self._entries: dict[int, tuple[str, bytes]] = {}
 
     def is_special(self, token: int) -> bool:
         """Return whether a token is left out of the text."""
@@ -175,15 +175,15 @@ class TokenTexts:
 
     def of(self, token: int) -> tuple[str, bytes]:
         """Return text and bytes; a partial character is written ``bytes:\\xe2``, as by OpenAI."""
-        known = self._known.get(token)
-        if known is None:
+        entry = self._entries.get(token)
+        if entry is None:
             data = self._bytes(token)
             try:
                 text = data.decode()
             except UnicodeDecodeError:
                 text = "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
-            known = self._known[token] = text, data
-        return known
+            entry = self._entries[token] = text, data
+        return entry
 
     def _bytes(self, token: int) -> bytes:
         if self._backend is None:
@@ -195,8 +195,8 @@ class TokenTexts:
             if all(letter in self._alphabet for letter in piece):
                 return bytes(self._alphabet[letter] for letter in piece)
             return piece.encode()
-        if found := _BYTE.fullmatch(piece):
-            return bytes([int(found[1], 16)])
+        if byte_match := _BYTE.fullmatch(piece):
+            return bytes([int(byte_match[1], 16)])
         return piece.replace("\u2581", " ").encode()
 
 
@@ -206,5 +206,5 @@ def byte_alphabet() -> dict[str, int]:
     Printable bytes stand for themselves; the others map to characters from U+0100 on, in order.
     """
     letters = sorted(map(ord, ByteLevel.alphabet()))
-    others = iter(byte for byte in range(0x100) if byte not in letters)
-    return {chr(code): code if code < 0x100 else next(others) for code in letters}
+    free_bytes = iter(byte for byte in range(0x100) if byte not in letters)
+    return {chr(code): code if code < 0x100 else next(free_bytes) for code in letters}

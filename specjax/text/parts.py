@@ -86,9 +86,9 @@ class TextParts:
                 call_id = self.tools.format.id_form.format(self.tools.new_id())
                 self.calls.append(ToolCall(name, arguments, call_id))
                 new_calls.append((i, self.calls[i]))
-            elif more := arguments[len(self.calls[i].arguments) :]:
+            elif new_arguments := arguments[len(self.calls[i].arguments) :]:
                 self.calls[i] = self.calls[i]._replace(arguments=arguments)
-                new_calls.append((i, ToolCall("", more)))
+                new_calls.append((i, ToolCall("", new_arguments)))
         begin, self.reasoning = len(self.reasoning), reasoning
         at, self.content = len(self.content), content
         return reasoning[begin:], content[at:], new_calls

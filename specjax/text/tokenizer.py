@@ -112,8 +112,8 @@ class Tokenizer:
         special: Any = {"add_special_tokens": add_special_tokens}
         if len(text) < LONG_TEXT:
             return _call(self.backend.encode, text, **special).ids
-        [found] = _call(self.backend.encode_batch_fast, [text], **special)
-        return found.ids
+        [encoding] = _call(self.backend.encode_batch_fast, [text], **special)
+        return encoding.ids
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """Decode ids; incomplete characters become U+FFFD. Raises ValueError for a negative id."""
@@ -130,8 +130,8 @@ class Tokenizer:
             return text
         # the library also replaces the valid characters of a run of tokens for single bytes
         skipped, valid = self.special_ids.values() if skip_special_tokens else (), list[int]()
-        left = (i for i in ids if i not in skipped)
-        for is_byte, run in groupby(left, self._byte_tokens.__contains__):
+        visible_ids = (i for i in ids if i not in skipped)
+        for is_byte, run in groupby(visible_ids, self._byte_tokens.__contains__):
             if is_byte:
                 letters = bytes(map(self._byte_tokens.index, run)).decode(errors="replace")
                 valid += [self._byte_tokens[byte] for byte in letters.encode()]
@@ -265,11 +265,11 @@ def set_template(
 def _add_tokens(backend: tokenizers.Tokenizer, config: Fields) -> None:
     """Add the tokens that only ``tokenizer_config.json`` lists."""
     flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
-    known = backend.get_added_tokens_decoder()
+    existing = backend.get_added_tokens_decoder()
     for token_id, entry in _added_tokens(config):
-        if token_id not in known:
-            given = {flag: entry.get(flag, Flag, False) for flag in flags if flag in entry}
-            backend.add_tokens([tokenizers.AddedToken(entry.get("content", str), **given)])
+        if token_id not in existing:
+            flag_values = {flag: entry.get(flag, Flag, False) for flag in flags if flag in entry}
+            backend.add_tokens([tokenizers.AddedToken(entry.get("content", str), **flag_values)])
 
 
 def _find_template(directory: Path, config: Fields) -> str | None:
@@ -307,11 +307,11 @@ class IncrementalDecoder:
 
     def push(self, ids: Iterable[int]) -> str:
         """Append tokens and return the text that later tokens cannot change."""
-        new = [int(i) for i in ids]
-        text = self._new_text(new)
+        new_ids = [int(i) for i in ids]
+        text = self._new_text(new_ids)
         if text.endswith(_REPLACEMENT):
-            return "".join(map(self._push_one, new))
-        return self._release(new, text)
+            return "".join(map(self._push_one, new_ids))
+        return self._release(new_ids, text)
 
     def flush(self) -> str:
         """Return the text that is still held back; incomplete characters become U+FFFD."""
@@ -329,14 +329,14 @@ class IncrementalDecoder:
         self._pending, self._held = [*self._pending, token], text
         return ""
 
-    def _new_text(self, new: list[int]) -> str:
+    def _new_text(self, new_ids: list[int]) -> str:
         before = self._decode(self._context) if self._context else ""
-        return self._decode(self._context + self._pending + new)[len(before) :]
+        return self._decode(self._context + self._pending + new_ids)[len(before) :]
 
-    def _release(self, new: list[int], text: str) -> str:
+    def _release(self, new_ids: list[int], text: str) -> str:
         # tokens without text (skipped, or a leading space that the decoder drops) give context
         # only together with the tokens before them
-        tokens = self._pending + new
+        tokens = self._pending + new_ids
         if not self._is_bytewise:
             self._context = tokens if text else self._context + tokens
         text = self._settled + text

@@ -68,9 +68,9 @@ class CallForm(NamedTuple):
 
     def grammar(self, schemas: Mapping[str, Any], *, is_parallel: bool) -> str:
         """The grammar (EBNF) of texts that must be calls of functions with these schemas."""
-        many = f" ({json.dumps(self.between)} call)*" if is_parallel and self.between else ""
+        repetition = f" ({json.dumps(self.between)} call)*" if is_parallel and self.between else ""
         rules = [
-            f"start: {json.dumps(self.begin)} call{many} {json.dumps(self.end)}",
+            f"start: {json.dumps(self.begin)} call{repetition} {json.dumps(self.end)}",
             f"call: {' | '.join(f'call_{i}' for i in range(len(schemas)))}",
         ]
         # each schema is a rule of its own, so that its references keep their root
@@ -168,9 +168,9 @@ def _mistral(text: str, names: Collection[str], is_final: bool) -> Parsed:
             arguments, at = _read(text, end + len(MISTRAL_ARGS))
             name, _, _ = text[start:end].partition(MISTRAL_ID)
             value = [{"name": name.strip(), "arguments": arguments}] * (arguments is not None)
-        if not (made := _calls_of(value, names)):
+        if not (new_calls := _calls_of(value, names)):
             return text, []
-        calls += made
+        calls += new_calls
     return (text[:begin], calls) if calls and at == len(text) else (text, [])
 
 

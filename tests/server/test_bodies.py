@@ -133,7 +133,7 @@ def test_large_bodies_share_a_budget() -> None:
             sender.parts.put_nowait((b"x" * LARGE, True))
             await asyncio.sleep(0.01)
         # the second body has no length, so it counts as the longest possible one
-        assert large.left == 0
+        assert large.free_bytes == 0
         for sender in senders[:3]:
             sender.parts.put_nowait((b"", False))
         with pytest.raises(ApiError) as found:
@@ -142,7 +142,7 @@ def test_large_bodies_share_a_budget() -> None:
         senders[3].parts.put_nowait((b"x" * 10, False))
         go.set()
         assert [await task for task, _ in (*tasks[:2], tasks[3])] == [LARGE, LARGE, 10]
-        assert large.left == 3 * LARGE
+        assert large.free_bytes == 3 * LARGE
 
     asyncio.run(main())
 
@@ -177,6 +177,6 @@ def test_a_large_body_must_arrive_at_a_rate(monkeypatch) -> None:
         with pytest.raises(ApiError, match="bytes per second") as found:
             await asyncio.wait_for(task, 5)
         assert found.value.status == 408
-        assert large.left == 3 * LARGE
+        assert large.free_bytes == 3 * LARGE
 
     asyncio.run(main())

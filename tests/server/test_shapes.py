@@ -50,7 +50,7 @@ def test_infinity_is_not_json() -> None:
     assert lists["token_logprobs"] == [LEAST]
     assert chat["content"][0]["logprob"] == LEAST
     meta = {"output_token_logprobs": [triple], "output_top_logprobs": [[triple], None]}
-    whole = NativeAnswer(False, True, None).whole([{"meta_info": meta}])
+    whole = NativeAnswer(False, True, None).body([{"meta_info": meta}])
     assert json.loads(whole)["meta_info"]["output_token_logprobs"] == [[LEAST, 97, None]]
 
 
