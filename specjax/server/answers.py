@@ -53,8 +53,8 @@ class Answer(ABC):
 
 
 @dataclass
-class Sent:
-    """The part of a choice that the client already has."""
+class Cursor:
+    """How much of a choice the client already has."""
 
     chars: int = 0
     tokens: int = 0
@@ -86,7 +86,7 @@ class ChoicesAnswer(Answer):
     chunk_kind: ClassVar[str]
 
     def __post_init__(self) -> None:
-        self._sent: dict[int, Sent] = {}
+        self._sent: dict[int, Cursor] = {}
         self.text_only = not (self.wants_logprobs or self.include_drafts or self.return_ids)
 
     @abstractmethod
@@ -105,21 +105,21 @@ class ChoicesAnswer(Answer):
         """Return the finish reason of a choice whose text has ended for the engine's ``reason``."""
         return reason
 
-    def new_text(self, sent: Sent, index: int, result: Result) -> tuple[str, str]:
+    def new_text(self, sent: Cursor, index: int, result: Result) -> tuple[str, str]:
         """Return events to send first, and the text that the client does not have."""
         text: str = result["text"]
         begin, sent.chars = sent.chars, len(text)
         return "", text[begin:]
 
     @abstractmethod
-    def logprobs(self, sent: Sent, chosen: Sequence[TokenLogprob], tops: Tops) -> Result:
+    def logprobs(self, sent: Cursor, chosen: Sequence[TokenLogprob], tops: Tops) -> Result:
         """Return the ``logprobs`` field for the next tokens."""
 
     def body(self, results: Sequence[Result]) -> bytes:
         choices = []
         for i, result in enumerate(results):
             choice = {"index": i} | self.message(i, result["text"])
-            choice |= self._tokens(i, Sent(), result, with_prompt=True)
+            choice |= self._tokens(i, Cursor(), result, with_prompt=True)
             choices.append(choice | self._end(i, result["meta_info"]))
         head = self._head(self.kind) | self._prompt_ids(0, is_top=True)
         metas = [result["meta_info"] for result in results]
@@ -129,7 +129,7 @@ class ChoicesAnswer(Answer):
         index = result.get("index", 0)
         sent, events = self._sent.get(index), ""
         if sent is None:
-            sent = self._sent[index] = Sent()
+            sent = self._sent[index] = Cursor()
             if self.include_drafts:
                 sent.pieces = self.texts.accept_pieces(self.params.skip_special_tokens)
             opening = self.opening(index)
@@ -172,7 +172,7 @@ class ChoicesAnswer(Answer):
         return f"data: {dump(body)}\n\n".encode() + _DONE
 
     def _tokens(
-        self, index: int, sent: Sent, result: Result, *, with_prompt: bool = False
+        self, index: int, sent: Cursor, result: Result, *, with_prompt: bool = False
     ) -> Result:
         """Return the fields of a choice for tokens that the client does not have."""
         fields: Result = {"logprobs": None}
@@ -223,7 +223,7 @@ class ChoicesAnswer(Answer):
             "meta_info": {name: value for name, value in meta.items() if name not in _LONG},
         }
 
-    def _template(self, index: int, sent: Sent) -> tuple[str, str]:
+    def _template(self, index: int, sent: Cursor) -> tuple[str, str]:
         choice = {"index": index} | self.piece(_HOLE) | {"logprobs": None, "finish_reason": None}
         before, _, after = self._event([choice]).rpartition(quote(_HOLE))
         sent.template = before, after

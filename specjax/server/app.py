@@ -74,17 +74,17 @@ def route(service: Service) -> Router:
         table.extend(Route(path, endpoint) for path in paths.split())
 
     get, post = ("GET", "HEAD"), "POST"
-    to("/", routes.page, *get, is_open=True, needs_engine=False)
+    to("/", routes.page, *get, is_public=True, needs_engine=False)
     to("/v1/completions", partial(generate, read=read_completion), post)
     to("/v1/chat/completions", partial(generate, read=read_chat, renders=True), post)
     to("/generate", partial(generate, read=read_generate), post)
     to("/v1/models", routes.models, *get)
     to("/v1/models/{name:path}", routes.model, *get)
-    to("/health", routes.health, *get, is_open=True)
+    to("/health", routes.health, *get, is_public=True)
     to("/health_generate", routes.health_generate, *get)
-    to("/ping", routes.health, *get, post, is_open=True)
+    to("/ping", routes.health, *get, post, is_public=True)
     to("/version", routes.version, *get, needs_engine=False)
-    to("/metrics", routes.metrics, *get, is_open=True)
+    to("/metrics", routes.metrics, *get, is_public=True)
     to("/v1/loads", routes.loads, *get)
     to("/get_server_info /server_info", routes.server_info, *get)
     to("/get_model_info /model_info", routes.model_info, *get)
@@ -111,18 +111,18 @@ class Endpoint:
     service: Service
     handler: Handler
     methods: Collection[str]
-    is_open: bool = False  # needs no API key
+    is_public: bool = False  # needs no API key
     is_admin: bool = False  # needs the admin key
     needs_engine: bool = True  # if False, the route also works before the engine is ready
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = Exchange(scope, receive, send)
         # at level INFO, probes and scrapes would fill the access log
-        with exchange.logged(logging.DEBUG if self.is_open else logging.INFO):
+        with exchange.logged(logging.DEBUG if self.is_public else logging.INFO):
             try:
                 if scope["method"] not in self.methods:
                     raise _unknown_route(exchange, 405)
-                if not self.is_open:
+                if not self.is_public:
                     self.service.access.check(exchange)
                 if self.is_admin:
                     self.service.access.check_admin(exchange)

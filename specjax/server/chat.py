@@ -8,7 +8,7 @@ from typing import Any
 from specjax.checks import short
 from specjax.scheduling.loop import Call
 from specjax.scheduling.request import TokenLogprob, new_id
-from specjax.server.answers import MAX_LOGPROBS, ChoicesAnswer, Result, Sent, Tops, finite
+from specjax.server.answers import MAX_LOGPROBS, ChoicesAnswer, Cursor, Result, Tops, finite
 from specjax.server.conversation import Conversation, effort_variables, make_message
 from specjax.server.fields import ApiError, Body, client_names
 from specjax.server.parameters import take_output
@@ -29,7 +29,7 @@ def read_chat(service: Service, body: Body) -> tuple[Call, ChoicesAnswer]:
     if num_top and not wants_logprobs:
         raise ApiError(400, "top_logprobs needs logprobs=true", param="top_logprobs")
     is_stream, flags = take_output(body)
-    is_apart = body.flag("separate_reasoning", True)
+    is_separate = body.flag("separate_reasoning", True)
     newer = body.take("max_completion_tokens")  # the newer name of max_tokens
     older = body.take("max_tokens", newer)
     if newer is not None and older != newer:
@@ -37,7 +37,7 @@ def read_chat(service: Service, body: Body) -> tuple[Call, ChoicesAnswer]:
         raise ApiError(400, f"{values} differ; set one", param="max_completion_tokens")
     body.put("max_tokens", older)
     request_id = f"chatcmpl-{new_id()}"
-    options = {"is_stream": is_stream, "is_apart": is_apart}
+    options = {"is_stream": is_stream, "is_separate": is_separate}
     with client_names("messages", body.sources, top_logprobs_num="top_logprobs"):
         call, new_parts = conversation.make_call(
             body, request_id, num_top=num_top if wants_logprobs else None, **options
@@ -100,7 +100,7 @@ class ChatAnswer(ChoicesAnswer):
         parsed.read(text, is_final=True)
         content = parsed.content if parsed.content or not parsed.calls else None
         message: Result = {"role": "assistant", "content": content, "refusal": None}
-        if parsed.reasons and parsed.is_apart:
+        if parsed.may_reason and parsed.is_separate:
             message["reasoning_content"] = parsed.reasoning or None
         if parsed.calls:
             message["tool_calls"] = [_call(call) for call in parsed.calls]
@@ -110,9 +110,9 @@ class ChatAnswer(ChoicesAnswer):
         is_call = reason == "stop" and self._parsed[index].ends_with_call
         return "tool_calls" if is_call else reason
 
-    def new_text(self, sent: Sent, index: int, result: Result) -> tuple[str, str]:
+    def new_text(self, sent: Cursor, index: int, result: Result) -> tuple[str, str]:
         parsed, meta = self._parsed[index], result.get("meta_info")
-        if not parsed.tools.names and not parsed.reasons:  # most requests: nothing to parse
+        if not parsed.tools.names and not parsed.may_reason:  # most requests: nothing to parse
             return super().new_text(sent, index, result)
         is_final = meta is not None and meta["finish_reason"] is not None
         reasoning, content, calls = parsed.read(result["text"], is_final=is_final)
@@ -133,7 +133,7 @@ class ChatAnswer(ChoicesAnswer):
     def piece(self, text: str) -> Result:
         return {"delta": {"content": text} if text else {}}
 
-    def logprobs(self, sent: Sent, chosen: Sequence[TokenLogprob], tops: Tops) -> Result:
+    def logprobs(self, sent: Cursor, chosen: Sequence[TokenLogprob], tops: Tops) -> Result:
         """Return one entry per completion token."""
 
         def entry(value: float | None, token: int) -> Result:

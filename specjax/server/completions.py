@@ -7,7 +7,7 @@ from typing import Any
 from specjax.checks import is_integer
 from specjax.scheduling.loop import Call
 from specjax.scheduling.request import TokenLogprob, new_id
-from specjax.server.answers import LEAST, MAX_LOGPROBS, ChoicesAnswer, Result, Sent, Tops, finite
+from specjax.server.answers import LEAST, MAX_LOGPROBS, ChoicesAnswer, Cursor, Result, Tops, finite
 from specjax.server.fields import INPUTS, ApiError, Body, client_names, finish_fields
 from specjax.server.parameters import take_output, take_params
 from specjax.server.service import Service
@@ -76,7 +76,7 @@ class CompletionAnswer(ChoicesAnswer):
     def piece(self, text: str) -> Result:
         return {"text": text}
 
-    def logprobs(self, sent: Sent, chosen: Sequence[TokenLogprob], tops: Tops) -> Result:
+    def logprobs(self, sent: Cursor, chosen: Sequence[TokenLogprob], tops: Tops) -> Result:
         """Return lists with an entry per token; the first prompt token has no value."""
         rows: list[tuple[Any, ...]] = []
         for i, (value, token, _) in enumerate(chosen):

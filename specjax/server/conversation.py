@@ -81,12 +81,12 @@ class Conversation:
         request_id: str,
         *,
         is_stream: bool,
-        is_apart: bool,
+        is_separate: bool,
         num_top: int | None = None,
     ) -> tuple[Call, Callable[[], TextParts]]:
         """Take the parameters from the fields that are left, and make the engine's call.
 
-        ``is_apart`` separates the reasoning from the content. ``num_top`` is the number of top
+        ``is_separate``: the reasoning is not in the content. ``num_top`` is the number of top
         log-probabilities; with ``None`` there are none at all. Also returns a function that makes
         the reader of one choice's text.
         """
@@ -119,9 +119,9 @@ class Conversation:
             return call, partial(TextParts, tools=tools)
         is_continued = self._variables.get("continue_final_message")
         text = self._messages[-1]["content"] if is_continued else ""
-        is_open = tags.last(ids) == THINK or text.rfind(THINK) > text.rfind(THINK_END)
+        is_inside = tags.last(ids) == THINK or text.rfind(THINK) > text.rfind(THINK_END)
         return call, partial(
-            TextParts, tools=tools, reasons=True, is_open=is_open, is_apart=is_apart
+            TextParts, tools=tools, may_reason=True, is_inside=is_inside, is_separate=is_separate
         )
 
 

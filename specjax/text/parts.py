@@ -56,15 +56,15 @@ class TextParts:
     """Parts of one choice's text; each only grows with the text.
 
     Attributes:
-        reasons: whether the text may begin with reasoning.
-        is_open: whether the prompt already contains the opening reasoning tag.
-        is_apart: if ``False``, the reasoning with its tags is a part of the content.
+        may_reason: whether the text may begin with reasoning.
+        is_inside: whether the prompt already contains the opening reasoning tag.
+        is_separate: if ``False``, the reasoning with its tags is a part of the content.
     """
 
     tools: Tools = NO_TOOLS
-    reasons: bool = False
-    is_open: bool = False
-    is_apart: bool = True
+    may_reason: bool = False
+    is_inside: bool = False
+    is_separate: bool = True
     reasoning: str = field(default="", init=False)
     content: str = field(default="", init=False)
     calls: list[ToolCall] = field(default_factory=list, init=False)
@@ -75,10 +75,10 @@ class TextParts:
         Calls come with their positions. More arguments of an earlier call have no name and no id.
         """
         reasoning, answer = "", text
-        if self.reasons:
-            reasoning, answer = split_reasoning(text, is_open=self.is_open, is_final=is_final)
+        if self.may_reason:
+            reasoning, answer = split_reasoning(text, is_inside=self.is_inside, is_final=is_final)
         content, calls = self.tools.parse(answer, is_final=is_final)
-        if not self.is_apart:
+        if not self.is_separate:
             reasoning, content = "", text[: len(text) - len(answer)] + content
         new_calls = []
         for i, (name, arguments, _) in enumerate(calls):

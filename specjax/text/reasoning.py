@@ -50,16 +50,16 @@ class ReasoningTags:
         return END if last == self.end else START if last == self.start else None
 
 
-def split_reasoning(text: str, *, is_open: bool, is_final: bool) -> tuple[str, str]:
+def split_reasoning(text: str, *, is_inside: bool, is_final: bool) -> tuple[str, str]:
     """Split a completion into reasoning and content, without the white space around both tags.
 
-    ``is_open`` if the prompt has opened the reasoning. Parts of a text that is not final only grow
+    ``is_inside``: the prompt has opened the reasoning. Parts of a text that is not final only grow
     with it.
     """
     body = text.lstrip()
     if body.startswith(START):
         body = body[len(START) :]
-    elif not is_open:
+    elif not is_inside:
         is_undecided = START.startswith(body) and not is_final
         return "", "" if is_undecided else text
     elif not is_final and START.startswith(body):

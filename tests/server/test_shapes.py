@@ -9,7 +9,7 @@ import pytest
 
 from specjax.sampling.params import SamplingParams
 from specjax.server import fields, routes
-from specjax.server.answers import LEAST, ChoicesAnswer, Sent, speculative_metrics, usage
+from specjax.server.answers import LEAST, ChoicesAnswer, Cursor, speculative_metrics, usage
 from specjax.server.app import make_app
 from specjax.server.chat import ChatAnswer
 from specjax.server.completions import CompletionAnswer
@@ -31,20 +31,20 @@ def test_offsets_count_characters_of_the_text() -> None:
     ids = [*tokenizer.encode("a€b"), 256, ord("c")]
     chosen = [(None, ids[0], None), *((-1.0, i, None) for i in ids[1:])]
     tops = [None, *([(-0.5, ord("x"), None), (-1.0, i, None)] for i in ids[1:])]
-    completion, sent = answer(CompletionAnswer, texts), Sent(offset=10)
+    completion, sent = answer(CompletionAnswer, texts), Cursor(offset=10)
     lists = completion.logprobs(sent, chosen, tops)
     assert lists["text_offset"] == [10, 11, 12, 12, 12, 13, 13]
     assert sent.offset == 14
     assert lists["top_logprobs"][0] is None
     assert lists["top_logprobs"][-1] == {"x": -0.5, "c": -1.0}
-    more = completion.logprobs(Sent(), chosen, ())
+    more = completion.logprobs(Cursor(), chosen, ())
     assert more["top_logprobs"][1:] == [{texts.of(i)[0]: -1.0} for i in ids[1:]]
 
 
 def test_infinity_is_not_json() -> None:
     texts, triple = TokenTexts(byte_tokenizer()), (-math.inf, 97, None)
     lists, chat = (
-        answer(kind, texts).logprobs(Sent(), [triple], [[triple]])
+        answer(kind, texts).logprobs(Cursor(), [triple], [[triple]])
         for kind in (CompletionAnswer, ChatAnswer)
     )
     assert lists["token_logprobs"] == [LEAST]

@@ -32,7 +32,7 @@ def test_what_is_new_adds_up_to_the_parts(
     text: str, kind: str, required: bool, parallel: bool, reasons: bool, opened: bool, apart: bool
 ) -> None:
     options = {"is_required": required, "is_parallel": parallel, "format": FORMATS[kind]}
-    rules = {"reasons": reasons, "is_open": opened, "is_apart": apart}
+    rules = {"may_reason": reasons, "is_inside": opened, "is_separate": apart}
     at_once = TextParts(tools=numbered(**options), **rules)
     at_once.read(text, is_final=True)
     growing = TextParts(tools=numbered(**options), **rules)
@@ -69,7 +69,7 @@ def test_a_required_call_grows_after_reasoning(kind: str, call_id: str) -> None:
     arguments = json.dumps({"x": [1, "}"]})
     text = f"why{END}\n\n{form.begin}{form.start('f')}{arguments}}}{form.end}"
     parts = TextParts(
-        tools=numbered(is_required=True, format=FORMATS[kind]), reasons=True, is_open=True
+        tools=numbered(is_required=True, format=FORMATS[kind]), may_reason=True, is_inside=True
     )
     cut = text.index("[1") + 2
     assert parts.read("why", is_final=False) == ("why", "", [])

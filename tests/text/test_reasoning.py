@@ -29,15 +29,15 @@ PIECES = st.lists(
     ],
 )
 def test_whole_texts(text: str, is_open: bool, parts: tuple[str, str]) -> None:
-    assert split_reasoning(text, is_open=is_open, is_final=True) == parts
+    assert split_reasoning(text, is_inside=is_open, is_final=True) == parts
 
 
 @given(PIECES, st.booleans())
 def test_streamed_parts_only_grow_to_those_of_the_whole(text: str, is_open: bool) -> None:
-    reasoning, content = split_reasoning(text, is_open=is_open, is_final=True)
+    reasoning, content = split_reasoning(text, is_inside=is_open, is_final=True)
     seen = "", ""
     for end in range(len(text) + 1):
-        parts = split_reasoning(text[:end], is_open=is_open, is_final=False)
+        parts = split_reasoning(text[:end], is_inside=is_open, is_final=False)
         assert all(new.startswith(old) for old, new in zip(seen, parts, strict=True))
         assert reasoning.startswith(parts[0])
         assert content.startswith(parts[1])
