@@ -51,7 +51,7 @@ TO_DO = (  # folders and files whose names are not checked yet
     "specjax/models/",
     "specjax/runtime/",
     "specjax/sampling/",
-    "specjax/scheduling/",
+    "specjax/scheduling/in_flight.py",
     "specjax/speculative/",
     "specjax/testing/",
     "specjax/training/",

@@ -23,7 +23,7 @@ from specjax.types import DraftShape, VerifyInput
 
 
 @dataclass(frozen=True)
-class Started:
+class StartedRound:
     """A round whose first call has been dispatched."""
 
     rows: Sequence[RunningRequest]
@@ -49,7 +49,7 @@ class ConstrainedRounds:
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
-        self._started: Started | None = None
+        self._started: StartedRound | None = None
         # masks and forced tokens by their shapes (new memory of 2 MB takes 1 ms, filling 0.3 ms),
         # the nodes in use of each row, and the last call that reads them
         self._buffers: dict[Any, tuple[np.ndarray, np.ndarray]] = {}
@@ -84,7 +84,7 @@ class ConstrainedRounds:
         for array in (tree.draft_tokens, tree.parents, tree.num_proposed):
             array.copy_to_host_async()
         passed = self._runner.run_target(slots, tier, tree)
-        self._started, self._drafted = Started(rows, tier, tree, passed), None
+        self._started, self._drafted = StartedRound(rows, tier, tree, passed), None
 
     def finish(self) -> tuple[Sequence[RunningRequest], Dispatched | None]:
         """Compute the masks and dispatch the second call; the texts of all rows must be known.
@@ -108,15 +108,15 @@ class ConstrainedRounds:
             self._drafted = rows, tier, tree
         return rows, result
 
-    def _limits(self, started: Started) -> tuple[np.ndarray, np.ndarray]:
+    def _limits(self, started: StartedRound) -> tuple[np.ndarray, np.ndarray]:
         """Masks i32 ``[bucket, T, V / 32]`` and forced tokens i32 ``[bucket, T, 1 + S]``."""
         rows, tier = started.rows, started.tier
         batch = pick_bucket(len(rows), self._runner.config.batch_buckets)
         widths = self._runner.tables.masks.shape[1], 1 + tier.steps
         sizes = batch, tier.nodes, *widths
         if sizes not in self._buffers:
-            new = [np.full((batch, tier.nodes, width), -1, np.int32) for width in widths]
-            self._buffers, self._written = {sizes: (new[0], new[1])}, {}
+            buffers = [np.full((batch, tier.nodes, width), -1, np.int32) for width in widths]
+            self._buffers, self._written = {sizes: (buffers[0], buffers[1])}, {}
         masks, forced = self._buffers[sizes]
         limited = {
             i: constraint

@@ -65,7 +65,7 @@ class Call:
     def __post_init__(self) -> None:
         self.groups = self.groups or [request.rid for request in self.requests]
         self._unfinished = list(self.requests)
-        self._shown = [(0, False)] * len(self.requests)
+        self._reported = [(0, False)] * len(self.requests)
 
     @property
     def named(self) -> Iterator[tuple[Request, str]]:
@@ -103,14 +103,14 @@ class Call:
     def _new_outputs(self, fail: Callable[[Request, Exception], None]) -> Outputs:
         outputs = []
         for i, request in enumerate(self.requests):
-            if (len(request.output_ids), request.is_finished) == self._shown[i]:
+            if (len(request.output_ids), request.is_finished) == self._reported[i]:
                 continue
             try:
                 text = request.streamed_text()
             except Exception as error:
                 fail(request, error)
                 text = request.streamed_text()
-            self._shown[i] = len(request.output_ids), request.is_finished
+            self._reported[i] = len(request.output_ids), request.is_finished
             output: dict[str, Any] = {"text": text}
             if request.is_finished or not self.text_only:
                 output = request.result() | output
@@ -478,8 +478,8 @@ class EngineLoop:
         logger.error("the engine loop failed", exc_info=error)
         self._fault = error
         calls = {*self._calls.values(), *self._due}
-        for known in (self._calls, self._by_rid, self._due):
-            known.clear()
+        for collection in (self._calls, self._by_rid, self._due):
+            collection.clear()
         message = f"the engine loop failed: {error!r}"
         # this may fail again, but no caller waits for it
         with suppress(Exception):

@@ -17,9 +17,9 @@ class PrefillTimes:
 
     def observe(self, width: int, seconds: float) -> None:
         """Record the time of one call."""
-        known = self._measured.setdefault(width, seconds)
-        weight = WEIGHT_ABOVE if seconds > known else WEIGHT_BELOW
-        self._measured[width] = known + weight * (seconds - known)
+        estimate = self._measured.setdefault(width, seconds)
+        weight = WEIGHT_ABOVE if seconds > estimate else WEIGHT_BELOW
+        self._measured[width] = estimate + weight * (seconds - estimate)
 
     def seconds(self, width: int) -> float:
         """Estimate the time of a call; infinite if none was measured.
@@ -27,8 +27,8 @@ class PrefillTimes:
         A call takes at most as long as several narrower calls for as many tokens. So a wide call
         can become affordable without being measured again.
         """
-        known = [x for x in self._measured if x <= width] or sorted(self._measured)[:1]
-        return min((self._measured[x] * width / x for x in known), default=math.inf)
+        widths = [x for x in self._measured if x <= width] or sorted(self._measured)[:1]
+        return min((self._measured[x] * width / x for x in widths), default=math.inf)
 
     def widest_within(self, limit: float) -> int:
         """The widest call that takes at most ``limit`` seconds, or else the narrowest of all."""

@@ -86,9 +86,9 @@ class SpecCounts:
 
     def take_new(self) -> tuple[int, list[tuple[int, int]]]:
         """Return proposed drafts, and accepted ones of each verify pass, since the last call."""
-        new = self._new_proposed, self._new_accepted
+        counts = self._new_proposed, self._new_accepted
         self._new_proposed, self._new_accepted = 0, []
-        return new
+        return counts
 
     def meta_info(self, completion_tokens: int) -> dict[str, Any]:
         verifies, proposed = self.num_verifies, self.num_proposed_drafts
@@ -244,8 +244,8 @@ class Request:
         """Index of the first prompt token to run for log-probabilities; ``None`` if all exist."""
         if self.logprob_start_len is None:
             return None
-        first = self.logprob_start_len + len(self.input_token_logprobs)
-        return first if first < len(self.input_ids) - 1 else None
+        position = self.logprob_start_len + len(self.input_token_logprobs)
+        return position if position < len(self.input_ids) - 1 else None
 
     def forget_prompt_logprobs(self) -> None:
         """Drop prompt log-probabilities if no token exists yet, because weights may change."""
@@ -257,12 +257,12 @@ class Request:
         assert self.logprob_start_len is not None
         assert self.top_logprobs is not None
         # skip log-probabilities that are stored already, and those after the prompt
-        first = self.logprob_start_len + len(self.input_token_logprobs)
-        ids = self.input_ids[first + 1 : start + 1 + len(logprobs.chosen)]
-        known = slice(first - start, first - start + len(ids))
-        self.input_token_logprobs += _triples(logprobs.chosen[known].tolist(), ids)
-        top_ids = logprobs.top_ids[known, : self.top_logprobs].tolist()
-        top_values = logprobs.top_values[known, : self.top_logprobs].tolist()
+        position = self.logprob_start_len + len(self.input_token_logprobs)
+        ids = self.input_ids[position + 1 : start + 1 + len(logprobs.chosen)]
+        in_prompt = slice(position - start, position - start + len(ids))
+        self.input_token_logprobs += _triples(logprobs.chosen[in_prompt].tolist(), ids)
+        top_ids = logprobs.top_ids[in_prompt, : self.top_logprobs].tolist()
+        top_values = logprobs.top_values[in_prompt, : self.top_logprobs].tolist()
         self.input_top_logprobs += map(_triples, top_values, top_ids)
 
     def append_first(
@@ -275,8 +275,8 @@ class Request:
         if not self.max_new_tokens:
             self.finish({"type": "length", "length": 0})
             return
-        kept = self._append([token], 0)
-        self._append_reports([token][:kept], logprobs, states)
+        num_appended = self._append([token], 0)
+        self._append_reports([token][:num_appended], logprobs, states)
 
     def append_round(
         self,
@@ -291,11 +291,11 @@ class Request:
 
         ``logprobs [A]`` and ``states`` f32 ``[A, D]`` are the tokens'. Returns the number kept.
         """
-        kept = self._append(tokens, num_accepted)
+        num_appended = self._append(tokens, num_accepted)
         if self.spec is not None:
-            self.spec.add(tier, num_proposed, num_accepted, kept, is_last=self.is_finished)
-        self._append_reports(tokens[:kept], logprobs, states)
-        return kept
+            self.spec.add(tier, num_proposed, num_accepted, num_appended, is_last=self.is_finished)
+        self._append_reports(tokens[:num_appended], logprobs, states)
+        return num_appended
 
     def finish(self, reason: dict[str, Any]) -> None:
         """End the request if it has not ended."""
@@ -311,8 +311,8 @@ class Request:
 
     def _append(self, tokens: Sequence[int], num_drafts: int) -> int:
         """Append tokens, drafts first, until the request ends; return the number kept."""
-        left, ends = self.num_left, self.end_token_ids
-        tokens = tokens[:left]
+        max_tokens, ends = self.num_left, self.end_token_ids
+        tokens = tokens[:max_tokens]
         if self.constraint is not None:
             tokens = tokens[: self.constraint.answer.num_accepted]
             if self.constraint.answer.is_free:
@@ -322,9 +322,9 @@ class Request:
         if not ends.isdisjoint(tokens):
             end = next(i for i, token in enumerate(tokens) if token in ends)
             tokens = tokens[: end + 1]
-        is_last = end is not None or len(tokens) == left
-        shown = tokens if self.params.no_stop_trim else tokens[:end]
-        count, matched = self._text.add(shown, flush=is_last)
+        is_last = end is not None or len(tokens) == max_tokens
+        visible = tokens if self.params.no_stop_trim else tokens[:end]
+        count, matched = self._text.add(visible, flush=is_last)
         if matched is not None:
             tokens = tokens[:count]
         num_drafts = min(num_drafts, len(tokens))
@@ -354,14 +354,14 @@ class Request:
             self.finish({"type": "stop", "matched": None})
 
     def _append_reports(
-        self, kept: Sequence[int], logprobs: Logprobs | None, states: np.ndarray | None
+        self, tokens: Sequence[int], logprobs: Logprobs | None, states: np.ndarray | None
     ) -> None:
         if states is not None and self.arguments.return_hidden_states:
-            self.output_hidden_states.append(states[: len(kept)])
+            self.output_hidden_states.append(states[: len(tokens)])
         if logprobs is None or self.top_logprobs is None:
             return
-        count, num_top = len(kept), self.top_logprobs
-        self.output_token_logprobs += _triples(logprobs.chosen[:count].tolist(), kept)
+        count, num_top = len(tokens), self.top_logprobs
+        self.output_token_logprobs += _triples(logprobs.chosen[:count].tolist(), tokens)
         if num_top:
             ids = logprobs.top_ids[:count, :num_top].tolist()
             values = logprobs.top_values[:count, :num_top].tolist()
@@ -393,8 +393,8 @@ class Request:
             if self.top_logprobs:
                 meta["output_top_logprobs"] = list(self.output_top_logprobs)
         if self.logprob_start_len is not None:
-            first = (None, self.input_ids[self.logprob_start_len], None)
-            meta["input_token_logprobs"] = [first, *self.input_token_logprobs]
+            first_entry = (None, self.input_ids[self.logprob_start_len], None)
+            meta["input_token_logprobs"] = [first_entry, *self.input_token_logprobs]
             if self.top_logprobs:
                 meta["input_top_logprobs"] = [None, *self.input_top_logprobs]
         if self.arguments.return_hidden_states:
@@ -463,7 +463,7 @@ class Deadlines:
         heapq.heappush(self._queue, (deadline, next(self._serial), request))
         if len(self._queue) > self._limit:
             # remove ended requests whenever the queue has doubled, instead of at their deadlines
-            self._queue = [one for one in self._queue if not one[2].is_finished]
+            self._queue = [entry for entry in self._queue if not entry[2].is_finished]
             heapq.heapify(self._queue)
             self._limit = 2 * len(self._queue) + 16
 

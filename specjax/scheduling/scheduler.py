@@ -241,27 +241,27 @@ class Scheduler:
         """Continue requests whose prompts were computed elsewhere; requeue those given up."""
         is_idle = all(row.is_remote for row in self._running)
         lost: set[RunningRequest] = set()
-        for row, first in self.prompt_source.receive(is_idle=is_idle):
-            if first is None:
+        for row, first_token in self.prompt_source.receive(is_idle=is_idle):
+            if first_token is None:
                 lost.add(row)
             else:
-                self._take_first(row, first)
+                self._take_first(row, first_token)
         if lost:
             # requeue the oldest last, so that it is at the head; skip aborted rows
             for row in [row for row in reversed(self._running) if row in lost]:
                 self._requeue(row, is_cached=False)
 
-    def _take_first(self, row: RunningRequest, first: FirstToken) -> None:
+    def _take_first(self, row: RunningRequest, first_token: FirstToken) -> None:
         """Treat a prompt as if its last chunk had been computed and read here."""
         request = row.request
         row.is_remote = False
         self._budget.share(row, is_dispatched=True)
-        if first.cached_tokens > request.cached_tokens:
-            self._metrics.cached_tokens += first.cached_tokens - request.cached_tokens
-            request.cached_tokens = first.cached_tokens
-        reports = first.logprobs, first.hidden_states
+        if first_token.cached_tokens > request.cached_tokens:
+            self._metrics.cached_tokens += first_token.cached_tokens - request.cached_tokens
+            request.cached_tokens = first_token.cached_tokens
+        reports = first_token.logprobs, first_token.hidden_states
         try:
-            self._in_flight.add_first(row, first.token, reports, self._clock())
+            self._in_flight.add_first(row, first_token.token, reports, self._clock())
         except Exception as error:
             self.fail(request, error)
 
@@ -452,7 +452,7 @@ class Scheduler:
     def _settle(self, seconds: float = 0.0) -> None:
         """Take late answers of grammars that come within ``seconds``, and tokens they accept."""
         constraints = [row.request.constraint for row in self._running]
-        await_answers([each for each in constraints if each is not None], seconds)
+        await_answers([constraint for constraint in constraints if constraint is not None], seconds)
         self._end_all(self._in_flight.settle())
 
     def _end_all(self, ended: Iterable[tuple[RunningRequest, Exception | None]]) -> None:
@@ -474,8 +474,8 @@ class Scheduler:
         self._release(row)
 
     def _report_queue(self) -> None:
-        used = self._budget.num_used_tokens, self._budget.num_window_tokens
-        self._metrics.queue_changed(len(self._running), len(self._waiting), *used)
+        tokens_in_use = self._budget.num_used_tokens, self._budget.num_window_tokens
+        self._metrics.queue_changed(len(self._running), len(self._waiting), *tokens_in_use)
 
     def _report_end(self, request: Request) -> None:
         if self._controller is not None and request.spec is not None:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from specjax.metrics import Totals
-from specjax.scheduling.constrained import Started
+from specjax.scheduling.constrained import StartedRound
 from specjax.scheduling.in_flight import InFlight
 from specjax.types import NO_DRAFTS
 
@@ -37,7 +37,7 @@ class Flight(InFlight):
     def start(self) -> None:
         """Dispatch the first call of a round of two calls."""
         tier = self._choose_tier([self.row])
-        self.constrained._started = Started([self.row], tier or NO_DRAFTS, *[None] * 2)  # type: ignore[arg-type]
+        self.constrained._started = StartedRound([self.row], tier or NO_DRAFTS, *[None] * 2)  # type: ignore[arg-type]
 
     def finish(self) -> None:
         """Dispatch the second call, or the only one of another round."""
