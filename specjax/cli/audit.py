@@ -98,7 +98,7 @@ class Client:
         self, questions: Sequence[Question], parallel: int = 1, **sampling: Any
     ) -> list[dict[str, Any]]:
         with ThreadPoolExecutor(parallel) as pool:
-            return list(pool.map(lambda one: self.ask(one, **sampling), questions))
+            return list(pool.map(lambda question: self.ask(question, **sampling), questions))
 
 
 def run_audit(args: argparse.Namespace, *_: Any) -> int:
@@ -137,12 +137,12 @@ def prompts_of(path: Path | None) -> list[str]:
     lines = path.read_text(encoding="utf-8").splitlines()
     try:
         rows = [json.loads(line) for line in lines if line.strip()]
-        found = [row["prompt"] if "prompt" in row else row["turns"][0] for row in rows]
+        prompts = [row["prompt"] if "prompt" in row else row["turns"][0] for row in rows]
     except (KeyError, IndexError, TypeError, json.JSONDecodeError) as error:
         raise ValueError(f"--prompts {path}: each line needs 'prompt' or 'turns'") from error
-    if not found:
+    if not prompts:
         raise ValueError(f"--prompts {path} has no prompts")
-    return found
+    return prompts
 
 
 def why_not_comparable(
@@ -175,12 +175,12 @@ def compare(
     """Print how many answers are equal, and the first that are not; return whether all are."""
     total, lines = len(questions) // 2, list[str]()
     counts = {"greedy": 0, "seeded": 0}
-    for question, one, other in zip(questions, expected, answers, strict=True):
-        first, second = one["output_ids"], other["output_ids"]
-        counts[question.kind] += first == second
-        if first != second and len(lines) < SHOWN:
-            shorter = min(len(first), len(second))
-            at = next((i for i in range(shorter) if first[i] != second[i]), shorter)
+    for question, reference, answer in zip(questions, expected, answers, strict=True):
+        expected_ids, ids = reference["output_ids"], answer["output_ids"]
+        counts[question.kind] += expected_ids == ids
+        if expected_ids != ids and len(lines) < SHOWN:
+            shorter = min(len(expected_ids), len(ids))
+            at = next((i for i in range(shorter) if expected_ids[i] != ids[i]), shorter)
             lines.append(f"  {question.kind}, from token {at} on: {question.text[:60]!r}")
     equal = ", ".join(f"{count} of {total} {kind}" for kind, count in counts.items())
     print(f"{label}: equal: {equal}{notes}", *lines, sep="\n", flush=True)

@@ -62,9 +62,9 @@ def add_serve_parser(commands: Any) -> None:
         ("--max-body-bytes", int, None, "maximum bytes of a request body (default: 33554432)"),
         ("--shutdown-timeout", float, 30.0, "seconds for requests to finish after a signal"),
     ):
-        shown = "" if default is None else f" (default: {default})"
+        suffix = "" if default is None else f" (default: {default})"
         metavar = {int: "N", float: "X", str: "TEXT"}[kind]
-        group.add_argument(flag, type=kind, default=default, metavar=metavar, help=text + shown)
+        group.add_argument(flag, type=kind, default=default, metavar=metavar, help=text + suffix)
     group.add_argument(
         "--cors-allow-origin",
         action="append",
@@ -222,8 +222,8 @@ def run_env(*_: Any) -> int:
     print(f"Python: {platform.python_version()}")
     print(f"OS: {platform.platform()}, {os.cpu_count()} CPUs")
     for name in PACKAGES:
-        if found := package_version(name):
-            print(f"{name}: {found}")
+        if version := package_version(name):
+            print(f"{name}: {version}")
     if driver := driver_version():
         print(f"NVIDIA driver: {driver}, for CUDA up to {newest_cuda(driver) or 'version 11'}")
     has_gpu = False

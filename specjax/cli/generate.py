@@ -101,11 +101,11 @@ def run_generate(
         body = final | {"tokens_per_second": _tokens_per_second(final["meta_info"])}
         is_wrong = False
         if args.compare:
-            found, difference = compare_with_plain(engine, engine_args, make_engine, request)
-            is_wrong = found["is_exact"] and not found["equal"]
-            body["compare"] = found | {"difference": difference and asdict(difference)}
+            stats, difference = compare_with_plain(engine, engine_args, make_engine, request)
+            is_wrong = stats["is_exact"] and not stats["equal"]
+            body["compare"] = stats | {"difference": difference and asdict(difference)}
             if not args.json:
-                print(report(found, difference, engine.tokenizer.decode))
+                print(report(stats, difference, engine.tokenizer.decode))
         if args.json:
             print(json.dumps(body))  # escapes non-ASCII, which some locales cannot print
         return int(is_wrong)
@@ -127,8 +127,8 @@ def _prompt(args: argparse.Namespace) -> dict[str, Any]:
 
 def _sampling(args: argparse.Namespace) -> dict[str, Any]:
     """Return sampling parameters (default: greedy). ``--compare`` sets one seed for both runs."""
-    given = {name: getattr(args, name) for name in SAMPLING_ARGUMENTS if hasattr(args, name)}
-    sampling: dict[str, Any] = {"temperature": 0.0} | given
+    options = {name: getattr(args, name) for name in SAMPLING_ARGUMENTS if hasattr(args, name)}
+    sampling: dict[str, Any] = {"temperature": 0.0} | options
     if args.compare and sampling["temperature"] > 0:
         sampling.setdefault("sampling_seed", 0)
     return sampling
@@ -136,25 +136,25 @@ def _sampling(args: argparse.Namespace) -> dict[str, Any]:
 
 def _figures(meta: dict[str, Any]) -> str:
     """Return the final line: tokens, speed and, if drafts were verified, acceptance."""
-    parts = [
+    figures = [
         f"{meta['completion_tokens']} tokens in {meta['e2e_latency']:.2f} s",
         f"{_tokens_per_second(meta):.1f} tok/s",
     ]
     if meta.get("spec_verify_ct") == 0:
-        parts.append("no drafts")
+        figures.append("no drafts")
     elif "spec_verify_ct" in meta:
-        parts += [
+        figures += [
             f"accept length {meta['spec_accept_length']:.2f}",
             f"accept rate {meta['spec_accept_rate']:.2f}",
             f"{meta['spec_verify_ct']} verify calls",
         ]
     if "spec_ema_accept_len" in meta:
-        parts += [
+        figures += [
             f"{meta['spec_num_steps']} steps at the end, {meta['spec_num_switches']} switches",
             f"{meta['spec_ema_accept_len']:.2f} accepted drafts on average without bonus",
             f"{meta['spec_num_wasted_drafts']} drafts wasted",
         ]
-    return " | ".join([*parts, f"finished by {meta['finish_reason']['type']}"])
+    return " | ".join([*figures, f"finished by {meta['finish_reason']['type']}"])
 
 
 def _tokens_per_second(meta: dict[str, Any]) -> float:
@@ -162,19 +162,19 @@ def _tokens_per_second(meta: dict[str, Any]) -> float:
 
 
 def _show(outputs: Iterator[dict[str, Any]], painter: AcceptPainter | None) -> dict[str, Any]:
-    shown = 0
+    num_shown = 0
     output: dict[str, Any] = {"text": "", "output_ids": [], "meta_info": {"output_is_draft": []}}
 
     def piece(*, final: bool) -> str:
         if painter is None:
-            return output["text"][shown:]
+            return output["text"][num_shown:]
         is_draft = output["meta_info"]["output_is_draft"]
         return painter.paint(output["text"], output["output_ids"], is_draft, final=final)
 
     try:
         for output in outputs:
             print(piece(final=False), end="", flush=True)
-            shown = max(shown, len(output["text"]))
+            num_shown = max(num_shown, len(output["text"]))
         print(piece(final=True), flush=True)
     except KeyboardInterrupt:
         print("" if painter is None else painter.end_mark(), end="", flush=True)
@@ -219,27 +219,27 @@ def find_difference(
         return_logprob=True,
         top_logprobs_num=2,
     )
-    [[(best, first, _), (other, second, _)]] = output["meta_info"]["output_top_logprobs"]
+    [[(best, top_id, _), (other, next_id, _)]] = output["meta_info"]["output_top_logprobs"]
     return Difference(
         index=index,
         speculative_id=speculative_ids[index] if index < len(speculative_ids) else None,
         plain_id=plain_ids[index] if index < len(plain_ids) else None,
-        top_ids=(first, second),
+        top_ids=(top_id, next_id),
         gap=best - other,
     )
 
 
-def report(found: dict[str, Any], difference: Difference | None, decode: Decode) -> str:
+def report(stats: dict[str, Any], difference: Difference | None, decode: Decode) -> str:
     """Describe the results of :func:`compare_with_plain` in lines of text."""
     texts = "the texts are equal"
     if difference is not None:
         texts = f"the texts differ: {difference.describe(decode)}"
-        if found["is_exact"]:
-            texts += f"\nwith these options in {found['dtype']}, texts must be equal: this is a bug"
+        if stats["is_exact"]:
+            texts += f"\nwith these options in {stats['dtype']}, texts must be equal: this is a bug"
     return (
-        f"\nplain        {found['plain_tokens_per_second']:8.1f} tok/s"
-        f"\nspeculative  {found['speculative_tokens_per_second']:8.1f} tok/s"
-        f"\nspeed-up     {found['speed_up']:8.2f}x  (median of {NUM_TIMED_RUNS} runs each, "
+        f"\nplain        {stats['plain_tokens_per_second']:8.1f} tok/s"
+        f"\nspeculative  {stats['speculative_tokens_per_second']:8.1f} tok/s"
+        f"\nspeed-up     {stats['speed_up']:8.2f}x  (median of {NUM_TIMED_RUNS} runs each, "
         f"with prefill, without start-up)\n{texts}"
     )
 
@@ -267,9 +267,9 @@ def compare_with_plain(
         ids: dict[str, list[int]] = {}
         # alternate, so that a change of clock speed affects both
         for _ in range(NUM_TIMED_RUNS):
-            for name, one in engines.items():
+            for name, timed in engines.items():
                 start = time.perf_counter()
-                ids[name] = one.generate(**request)["output_ids"]
+                ids[name] = timed.generate(**request)["output_ids"]
                 seconds[name].append(time.perf_counter() - start)
         difference = None
         if ids["speculative"] != ids["plain"]:
@@ -280,7 +280,7 @@ def compare_with_plain(
     dtype = engine.target.config.dtype
     samples = SamplingParams.of(request["sampling_params"]).temperature > 0
     is_lossless = engine.args.acceptance.is_coupled or not samples
-    speculative, plainly = (len(ids[one]) / statistics.median(seconds[one]) for one in engines)
+    speculative, plainly = (len(ids[name]) / statistics.median(seconds[name]) for name in engines)
     return {
         "dtype": dtype,
         "is_exact": (dtype == "float32" or engine.args.enable_deterministic_inference)

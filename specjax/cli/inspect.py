@@ -103,8 +103,8 @@ def _facts(
     if config.quantization is not None:
         yield "matrices", str(config.quantization)
     values = 2 * config.num_layers * config.num_kv_heads * config.head_dim
-    whole = f"{values * config.dtypes.kv.itemsize} bytes per token in {config.dtype}"
-    yield "KV memory", f"{whole}, {values} in fp8_e4m3"
+    plain = f"{values * config.dtypes.kv.itemsize} bytes per token in {config.dtype}"
+    yield "KV memory", f"{plain}, {values} in fp8_e4m3"
 
 
 Opened = tuple[Checkpoint[Any], str, str]

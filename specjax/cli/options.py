@@ -78,8 +78,8 @@ def add_options(group: argparse._ActionsContainer, cls: type, names: Collection[
         text, default = help_texts.get(name, ""), defaults[name]
         text = text if ". " in text else text.rstrip(".")
         options = _option(hints[name], default)
-        if known := CHOICES.get(name):
-            options |= {"choices": [each for each in known if each], "metavar": None}
+        if choices := CHOICES.get(name):
+            options |= {"choices": [choice for choice in choices if choice], "metavar": None}
         if default is not None and not isinstance(default, bool) and default != "":
             text += f" (default: {default})"
         group.add_argument(f"--{name.replace('_', '-')}", **options, help=text)
@@ -125,24 +125,24 @@ def add_start_options(
 
 def engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
     """Return the ``Engine`` arguments that are set; speculation is on if a draft is available."""
-    given = {name: getattr(args, name) for name in ALL if hasattr(args, name)}
-    if "disaggregation_mode" in given:
-        given.setdefault(SECRET, os.environ.get(VARIABLE, ""))
+    options = {name: getattr(args, name) for name in ALL if hasattr(args, name)}
+    if "disaggregation_mode" in options:
+        options.setdefault(SECRET, os.environ.get(VARIABLE, ""))
     has_head = (
-        given.get("draft") is not None
-        or given.get("model", EngineArgs.model) in EMBEDDED_MODELS
+        options.get("draft") is not None
+        or options.get("model", EngineArgs.model) in EMBEDDED_MODELS
         or getattr(args, "preset", None) is not None
     )
     algorithm = preset_algorithm(getattr(args, "preset", None)) or DEFAULT
-    return {"speculative_algorithm": algorithm if has_head else None} | given
+    return {"speculative_algorithm": algorithm if has_head else None} | options
 
 
 def with_preset(engine_args: dict[str, Any], preset: str | None, folder: Path) -> dict[str, Any]:
     """Return the ``Engine`` arguments for a preset; write its configurations to ``folder``."""
     if preset is None:
         return engine_args
-    if others := ", ".join(f"--{name}" for name in ("model", "draft") if name in engine_args):
-        raise ValueError(f"--preset={preset} and {others} cannot be combined; pass only one")
+    if conflicts := ", ".join(f"--{name}" for name in ("model", "draft") if name in engine_args):
+        raise ValueError(f"--preset={preset} and {conflicts} cannot be combined; pass only one")
     target, draft = write_preset(preset, folder)
     dummy = {"model": str(target), "load_format": "dummy", "skip_tokenizer_init": True}
     has_head = EngineArgs(**engine_args).algorithm.reads("draft")
@@ -173,7 +173,7 @@ def _one_gpu(text: str) -> int:
 
 
 def _integers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
+    return [int(number) for number in text.split(",")]
 
 
 def _option_of_line(line: str) -> list[str]:
@@ -200,5 +200,5 @@ def _refused(_: str) -> str:
 
 def _descriptions(cls: type) -> dict[str, str]:
     attributes = (inspect.getdoc(cls) or "").partition("Attributes:\n")[2]
-    found = re.findall(r"^ {4}(\w+): (.+(?:\n {8}.+)*)", attributes, re.MULTILINE)
-    return {key: " ".join(text.split()).replace("``", "").replace("%", "%%") for key, text in found}
+    pairs = re.findall(r"^ {4}(\w+): (.+(?:\n {8}.+)*)", attributes, re.MULTILINE)
+    return {key: " ".join(text.split()).replace("``", "").replace("%", "%%") for key, text in pairs}

@@ -90,8 +90,8 @@ def watched_trees(engine: Any) -> Iterator[list[RoundTree]]:
     trees: list[RoundTree] = []
 
     def watch(slots: Any, tree: VerifyInput, verified: VerifyOutput) -> None:
-        if (found := RoundTree.of(tree, verified)) is not None:
-            trees.append(found)
+        if (drafted := RoundTree.of(tree, verified)) is not None:
+            trees.append(drafted)
 
     engine.watch_rounds(watch)
     try:
@@ -115,17 +115,17 @@ class TreePainter:
 
     def draw(self, trees: Sequence[RoundTree], num_tokens: int) -> str:
         """Draw the rounds of a completion of ``num_tokens`` tokens; the first is from prefill."""
-        parts, left = [], num_tokens - 1
+        lines, remaining = [], num_tokens - 1
         for number, tree in enumerate(trees, 1):
             gained = len(tree.path)
-            if left > 0:  # else the request had ended before this round, which was in flight
+            if remaining > 0:  # else the request had ended before this round, which was in flight
                 drafts = f"{gained - 1} of {len(tree.tokens) - 1} drafts accepted"
-                cut = f", {left} within the text" if left < gained else ""
+                cut = f", {remaining} within the text" if remaining < gained else ""
                 title = f"round {number}: {drafts}, {gained} token{'s' * (gained != 1)}{cut}"
                 root = f"  {self._text(tree.tokens[0])}"
-                parts += ["", title, root, *self._below(tree, 0)]
-            left -= gained
-        return "\n".join(parts)
+                lines += ["", title, root, *self._below(tree, 0)]
+            remaining -= gained
+        return "\n".join(lines)
 
     def _below(self, tree: RoundTree, row: int, before: str = "") -> Iterator[str]:
         """Draw the descendants of a row; each line starts with the branches ``before``."""
@@ -145,8 +145,8 @@ class TreePainter:
 
     def _text(self, token: int) -> str:
         """Decode a token after a copy of itself, because decoders drop a leading space."""
-        one, two = (self._decode([token] * n, skip_special_tokens=False) for n in (1, 2))
-        return repr(two[len(one) :])
+        single, double = (self._decode([token] * n, skip_special_tokens=False) for n in (1, 2))
+        return repr(double[len(single) :])
 
     def _marked(self, colour: str, text: str) -> str:
         return f"{colour}{text}{RESET}" if self._colour else text
