@@ -52,7 +52,6 @@ TO_DO = (  # folders and files whose names are not checked yet
     "specjax/scheduling/in_flight.py",
     "specjax/speculative/",
     "specjax/testing/",
-    "specjax/training/",
 )
 MAX_SUBJECT = 72
 

@@ -100,8 +100,8 @@ class BlockTrainer(Trainer):
                     named[name] = source
         size = self.draft.hidden_size
         if self.draft.target_hidden_size == size:
-            same = jnp.eye(size) * jnp.asarray(self.feature_scale)[-size:, None]
-            named["fc.kernel"] = named["fc.kernel"].astype(jnp.float32).at[-size:].add(same)
+            identity = jnp.eye(size) * jnp.asarray(self.feature_scale)[-size:, None]
+            named["fc.kernel"] = named["fc.kernel"].astype(jnp.float32).at[-size:].add(identity)
             named["hidden_norm.scale"] = named["layers.0.input_norm.scale"]
         if "markov.output.kernel" in named:
             named["markov.output.kernel"] = jnp.zeros_like(named["markov.output.kernel"])
@@ -134,8 +134,8 @@ def feature_scale(
         attend = packed_attend(batch.texts)
         return model.rebuild(weights)(batch.tokens, batch.positions, None, attend, layers)[1]
 
-    found = np.asarray(jax.jit(features)(weights, rows), np.float32)
-    return np.maximum(np.median(np.abs(found[rows.segments > 0]), axis=0), 1e-3)
+    values = np.asarray(jax.jit(features)(weights, rows), np.float32)
+    return np.maximum(np.median(np.abs(values[rows.segments > 0]), axis=0), 1e-3)
 
 
 class Anchors(NamedTuple):
@@ -159,9 +159,9 @@ def draw_anchors(batch: PackedBatch, count: int, num_drafts: int, key: jax.Array
     best, rows = jax.lax.top_k(scores, min(count, length))
     is_real = best >= 0
     ahead = rows[..., None] + jnp.arange(num_drafts, dtype=jnp.int32)
-    own = jnp.take_along_axis(batch.segments, rows, axis=1)[..., None]
+    anchor_segments = jnp.take_along_axis(batch.segments, rows, axis=1)[..., None]
     lines = jnp.arange(len(rows))[:, None, None]
-    is_drafted = is_real[..., None] & (segments[lines, ahead + 2] == own)
+    is_drafted = is_real[..., None] & (segments[lines, ahead + 2] == anchor_segments)
     return Anchors(rows, is_real, jnp.minimum(ahead, length - 1), is_drafted)
 
 
@@ -187,16 +187,16 @@ def block_attend(batch: PackedBatch, anchors: Anchors, num_rows: int) -> Attend:
     context &= batch.texts[:, None] == batch.texts[lines, anchors.rows][..., None]
     context = jnp.repeat(grouped(context), num_rows, axis=1)
     block = jnp.arange(size * num_rows) // num_rows
-    own = jnp.broadcast_to(block[:, None] == block, (len(context), len(block), len(block)))
-    mask = jnp.concatenate([context, own], axis=2)[:, None]
+    in_block = jnp.broadcast_to(block[:, None] == block, (len(context), len(block), len(block)))
+    mask = jnp.concatenate([context, in_block], axis=2)[:, None]
 
     @rotated
     def attend(
         kv: Any, layer: int, q: jax.Array, k: jax.Array, v: jax.Array
     ) -> tuple[Any, jax.Array]:
         keys, values = (
-            jnp.concatenate([jnp.repeat(old, groups, axis=0), grouped(new)], axis=1)
-            for old, new in zip(kv[layer], (k, v), strict=True)
+            jnp.concatenate([jnp.repeat(context_side, groups, axis=0), grouped(block_side)], axis=1)
+            for context_side, block_side in zip(kv[layer], (k, v), strict=True)
         )
         is_fused = q.dtype == jnp.bfloat16 and jax.default_backend() == "gpu"
         implementation = "cudnn" if is_fused else None
@@ -251,11 +251,11 @@ def block_loss(
 
     # logits of all blocks at once would take gigabytes, forwards and backwards
     @jax.checkpoint
-    def sums(parts: tuple[jax.Array, ...]) -> tuple[jax.Array, StepStatistics]:
-        return _sums(draft, target, vocabulary, hard_weight, *parts)
+    def sums(chunk: tuple[jax.Array, ...]) -> tuple[jax.Array, StepStatistics]:
+        return _sums(draft, target, vocabulary, hard_weight, *chunk)
 
-    parts = tuple(map(split, (hidden, states, before, best, anchors.is_drafted)))
-    confidence, total = jax.tree.map(lambda x: x.sum(axis=0), jax.lax.map(sums, parts))
+    chunks = tuple(map(split, (hidden, states, before, best, anchors.is_drafted)))
+    confidence, total = jax.tree.map(lambda x: x.sum(axis=0), jax.lax.map(sums, chunks))
     decay = DRAFT_DECAY ** jnp.arange(config.num_drafts, dtype=jnp.float32)
     loss = jnp.sum(decay * total.loss / jnp.maximum(total.weight, 1.0))
     loss += CONFIDENCE_WEIGHT * confidence / jnp.maximum(total.rows.sum(), 1.0)
@@ -295,7 +295,7 @@ def _sums(
     ``hidden`` and ``states`` are the draft's and the target's states that predict the drafted
     tokens. ``before`` are the previous tokens, and ``best`` the target's most probable tokens.
     """
-    label, known = labels_of(best, vocabulary)
+    label, in_vocabulary = labels_of(best, vocabulary)
     logits = draft.logits(hidden, target)
     if draft.markov is not None:
         state, biases = draft.markov.start(len(hidden)), []
@@ -303,19 +303,19 @@ def _sums(
             bias, state = draft.markov(before[:, j], hidden[:, j], state)
             biases.append(bias)
         logits = logits + jnp.stack(biases, axis=1)
-    wanted = jax.lax.stop_gradient(target.logits_of(states, vocabulary))
-    losses = acceptance_loss(logits, wanted, label, hard_weight)
+    target_logits = jax.lax.stop_gradient(target.logits_of(states, vocabulary))
+    losses = acceptance_loss(logits, target_logits, label, hard_weight)
     hit = is_drafted & (jnp.argmax(logits, axis=-1).astype(jnp.int32) == label)
     alive = jnp.cumprod(hit, axis=1, dtype=jnp.int32) > 0
     reached = is_drafted & jnp.pad(alive[:, :-1], ((0, 0), (1, 0)), constant_values=True)
-    carries = is_drafted & known
+    carries = is_drafted & in_vocabulary
     columns = (losses * carries, carries, is_drafted, reached, alive)
     statistics = StepStatistics(*(x.sum(axis=0, dtype=jnp.float32) for x in columns))
     # only the confidence head learns from its own loss
     fixed, hidden = jax.lax.stop_gradient((draft, hidden))
     fixed.confidence_head = draft.confidence_head
-    if (found := fixed.confidences(hidden, before)) is None:
+    if (probability := fixed.confidences(hidden, before)) is None:
         return jnp.zeros((), jnp.float32), statistics
-    found = jnp.clip(found, 1e-6, 1.0 - 1e-6)
-    entropy = -jnp.where(hit, jnp.log(found), jnp.log1p(-found))
+    probability = jnp.clip(probability, 1e-6, 1.0 - 1e-6)
+    entropy = -jnp.where(hit, jnp.log(probability), jnp.log1p(-probability))
     return jnp.sum(entropy * is_drafted), statistics

@@ -69,12 +69,12 @@ def read_lines(path: Path, required: Sequence[str] = ()) -> list[dict[str, Any]]
     Each object needs ``prompt`` (text), ``messages`` (a conversation) or ``turns`` (user messages),
     and all ``required`` keys. Otherwise, raises ValueError, which names the line.
     """
-    wanted = " and ".join(required) or "prompt, messages or turns"
+    fields = " and ".join(required) or "prompt, messages or turns"
 
     def read(row: Any) -> dict[str, Any]:
         keys = row.keys() if isinstance(row, dict) else set()
         if not {"prompt", "messages", "turns"} & keys or not keys >= set(required):
-            raise ValueError(f"it lacks {wanted}")
+            raise ValueError(f"it lacks {fields}")
         turns = row.get("turns", [""])
         if not (isinstance(turns, list) and turns and all(isinstance(x, str) for x in turns)):
             raise ValueError(f"turns={turns!r} must be a list of at least one string")
@@ -98,8 +98,8 @@ def chat_frame(tokenizer: Tokenizer) -> tuple[str, str]:
     Raises ValueError if the template changes the user's text.
     """
     text = tokenizer.apply_chat_template([{"role": "user", "content": _MARK}])
-    before, found, after = text.partition(_MARK)
-    if not found or _MARK in after:
+    before, mark, after = text.partition(_MARK)
+    if not mark or _MARK in after:
         raise ValueError(
             "the chat template must render the user's text exactly once; use a model with another "
             "chat template"
@@ -148,7 +148,7 @@ def sample_prompts(
             (topic, opening, tokenizer.encode(before + opening, add_special_tokens=False))
             for topic, opening in openings(opening_tables()["topics"], num_turns, config.seed)
         ]
-        begun = [one for one in begun if len(one[2]) <= sampler.max_prompt_len]
+        begun = [entry for entry in begun if len(entry[2]) <= sampler.max_prompt_len]
         starts, warm = [ids for *_, ids in begun], [PROMPT_TEMPERATURE] * len(begun)
         turns = sampler.generate(starts, warm, config.max_user_tokens, config.seed, progress)
         for (topic, opening, _), ids in zip(begun, turns, strict=True):
@@ -174,12 +174,12 @@ def collect(
 ) -> Corpus:
     """Let the target answer sampled prompts and ``entries``; drop answers under 2 tokens."""
     prompts = sample_prompts(sampler, tokenizer, config, progress) if config.self_sample else []
-    given = file_prompts(tokenizer, entries, sampler.max_prompt_len)
+    file_entries = file_prompts(tokenizer, entries, sampler.max_prompt_len)
     warm = np.random.default_rng(config.seed).random(len(prompts)) < SAMPLED_FRACTION
     temperatures = [ANSWER_TEMPERATURE if w else 0.0 for w in warm]
     for copy in range(1 + config.file_samples):
-        prompts += given
-        temperatures += [ANSWER_TEMPERATURE if copy else 0.0] * len(given)
+        prompts += file_entries
+        temperatures += [ANSWER_TEMPERATURE if copy else 0.0] * len(file_entries)
     answers = sampler.generate(
         [p.ids for p in prompts], temperatures, config.max_answer_tokens, config.seed + 2, progress
     )

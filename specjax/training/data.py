@@ -45,11 +45,11 @@ class Corpus(list[Example]):
 
     def describe(self) -> dict[str, dict[str, int]]:
         """Return the numbers of sequences and answer tokens for each source."""
-        found = {}
+        summary = {}
         for name in sorted({example.source for example in self}):
-            part = Corpus(example for example in self if example.source == name)
-            found[name] = {"sequences": len(part), "answer_tokens": part.answer_tokens}
-        return found
+            subset = Corpus(example for example in self if example.source == name)
+            summary[name] = {"sequences": len(subset), "answer_tokens": subset.answer_tokens}
+        return summary
 
     def split(self, fraction: float, seed: int) -> tuple["Corpus", "Corpus"]:
         """Split into a training part and a held-out part with ``fraction`` of the prompts.
@@ -65,8 +65,8 @@ class Corpus(list[Example]):
                 "train on; lower --held-out or use more prompts"
             )
         held = {prompts[i] for i in order[:num_held]}
-        kept = Corpus(example for example in self if example.prompt not in held)
-        return kept, Corpus(example for example in self if example.prompt in held)
+        train = Corpus(example for example in self if example.prompt not in held)
+        return train, Corpus(example for example in self if example.prompt in held)
 
     def save(self, path: Path) -> None:
         """Write an ``.npz`` file atomically, under exactly this name."""
@@ -169,8 +169,8 @@ def place_rows(
     return PackedBatch(tokens, segments, texts, positions, starts)  # type: ignore[arg-type]
 
 
-def batches(rows: PackedBatch, batch_rows: int, seed: int, first: int = 0) -> Iterator[PackedBatch]:
-    """Yield batches of ``batch_rows`` rows without end, beginning with batch number ``first``.
+def batches(rows: PackedBatch, batch_rows: int, seed: int, start: int = 0) -> Iterator[PackedBatch]:
+    """Yield batches of ``batch_rows`` rows without end, beginning with batch number ``start``.
 
     The order in an epoch depends only on ``seed`` and the epoch's number, so a resumed run gets the
     same batches as an uninterrupted one.
@@ -181,9 +181,9 @@ def batches(rows: PackedBatch, batch_rows: int, seed: int, first: int = 0) -> It
             f"--batch-rows={batch_rows} exceeds the {num_rows} packed rows of the training data; "
             "lower --batch-rows or --row-length, or generate more data"
         )
-    for index in count(first):
+    for index in count(start):
         epoch, at = divmod(index, num_rows // batch_rows)
-        if at == 0 or index == first:
+        if at == 0 or index == start:
             order = np.random.default_rng((seed, epoch)).permutation(num_rows)
         chosen = order[at * batch_rows : (at + 1) * batch_rows]
         yield PackedBatch(*(x[chosen] for x in rows))

@@ -96,8 +96,8 @@ class Sampler:
         for start in range(0, len(prompts), size):
             group = slice(start, start + size)
             ids = [list(prompt) for prompt in prompts[group]]
-            found = self.engine.generate(input_ids=ids, sampling_params=params[group])
-            results += [one["output_ids"] for one in found]
+            outputs = self.engine.generate(input_ids=ids, sampling_params=params[group])
+            results += [output["output_ids"] for output in outputs]
             if on_finished is not None:
-                on_finished(len(found), sum(len(one["output_ids"]) for one in found))
+                on_finished(len(outputs), sum(len(output["output_ids"]) for output in outputs))
         return results

@@ -124,24 +124,26 @@ def run(args: argparse.Namespace) -> None:
     corpus = make_corpus(args, entries, target, dtype, max_new_tokens)
     report: dict[str, Any] = {"model": args.model, "data": corpus.describe()}
     if not args.generate_only:
-        kept, held = corpus.split(args.held_out, args.seed)
+        training, held = corpus.split(args.held_out, args.seed)
         args.learning_rate = args.learning_rate or 3e-3 * min(1.0, 576 / draft.hidden_size)
         args.warmup_steps = min(args.warmup_steps, args.steps - 1)
         config = TrainConfig(**chosen(args, TrainConfig))
         flat = FlatModel.of(partial(CausalLM, model.within(longest), implementation="xla"))
         weights = tuple(jax.device_put(w) for w in flat.order(target.load_weights()))
         initial = opened.load_weights() if opened else {}
-        vocabulary = draft_vocabulary(kept, draft.draft_vocab_size, model.vocab_size)
+        vocabulary = draft_vocabulary(training, draft.draft_vocab_size, model.vocab_size)
         if "d2t" in initial:
             vocabulary = np.arange(len(initial["d2t"]), dtype=np.int32) + initial["d2t"]
-        rows, held_rows = (pack(x, config.row_length, args.seed, config.join) for x in (kept, held))
-        parts = config, draft.within(longest), flat, weights, vocabulary
+        rows, held_rows = (
+            pack(x, config.row_length, args.seed, config.join) for x in (training, held)
+        )
+        arguments = config, draft.within(longest), flat, weights, vocabulary
         if isinstance(draft, BlockConfig):
-            some = PackedBatch(*(x[:2] for x in rows))
-            scale = feature_scale(flat, weights, draft.feature_layers, some)
-            trainer: Trainer = BlockTrainer(*parts, scale)
+            sample = PackedBatch(*(x[:2] for x in rows))
+            scale = feature_scale(flat, weights, draft.feature_layers, sample)
+            trainer: Trainer = BlockTrainer(*arguments, scale)
         else:
-            trainer = Trainer(*parts)
+            trainer = Trainer(*arguments)
         state = train(args, trainer, trainer.init(initial), rows, held_rows)
         report |= {"steps": int(state.step), "config": dataclasses.asdict(config)}
         named = trainer.named_weights(state.params)
@@ -161,14 +163,14 @@ def open_initial(args: argparse.Namespace, target: TargetCheckpoint) -> Any:
     opened: Any
     if args.algorithm == "EAGLE3":
         opened = open_draft(args.initial, target, checkpoint_format="eagle-3")
-        others = opened.config.windows
+        unsupported = opened.config.windows
     else:
         opened = open_block(args.initial, target)
         config = opened.config
         if (config.markov_head is None) != (args.algorithm == "DFLASH"):
             raise ValueError(f"--initial {args.initial} is not for --algorithm {args.algorithm}")
-        others = *config.windows, *config.causal, config.qkv_bias
-    if any(others):
+        unsupported = *config.windows, *config.causal, config.qkv_bias
+    if any(unsupported):
         raise ValueError(
             f"--initial {args.initial}: drafters with sliding windows, causal layers or biases "
             "cannot be trained; leave --initial out"
@@ -257,13 +259,13 @@ def train(
     if manager is not None and (restored := restore_state(manager, state, trainer.vocabulary)):
         state = restored
         logger.info("resumed at step %d", int(state.step))
-    first = int(state.step)
+    first_step = int(state.step)
     last = min(config.steps, args.stop_at or config.steps)
-    stream = batches(rows, config.batch_rows, config.seed, first)
+    stream = batches(rows, config.batch_rows, config.seed, first_step)
     with tqdm(
-        total=config.steps, initial=first, mininterval=2.0, disable=None, desc="training"
+        total=config.steps, initial=first_step, mininterval=2.0, disable=None, desc="training"
     ) as bar:
-        for done in range(first + 1, last + 1):
+        for done in range(first_step + 1, last + 1):
             state, statistics = trainer.step(state, trainer.target_weights, next(stream))
             if done % args.log_every == 0 or done == last:
                 bar.update(done - bar.n)

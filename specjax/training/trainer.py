@@ -224,10 +224,10 @@ class Trainer:
         if not size:
             raise ValueError("no rows are held out, but evaluation needs some; raise --held-out")
         ends = range(size, len(rows.tokens) + 1, size)
-        whole = (PackedBatch(*(x[end - size : end] for x in rows)) for end in ends)
+        chunks = (PackedBatch(*(x[end - size : end] for x in rows)) for end in ends)
         step = jnp.zeros((), jnp.int32)
-        parts = [self._statistics(params, self.target_weights, batch, step) for batch in whole]
-        return jax.device_get(jax.tree.map(lambda *sums: sum(sums), *parts))
+        totals = [self._statistics(params, self.target_weights, batch, step) for batch in chunks]
+        return jax.device_get(jax.tree.map(lambda *sums: sum(sums), *totals))
 
 
 logger = logging.getLogger(__name__)
@@ -292,9 +292,9 @@ def restore_state(manager: Any, like: TrainState, vocabulary: np.ndarray) -> Tra
 
 def _check_digests(folder: Path) -> None:
     """Raise ValueError if a file has changed since it was saved, before orbax reads it."""
-    found = _digests(folder)
+    digests = _digests(folder)
     for name, digest in read_json(folder / _DIGESTS).items():
-        if found.get(name) != digest:
+        if digests.get(name) != digest:
             raise ValueError(f"{folder / name} has changed since it was saved")
 
 

@@ -115,7 +115,7 @@ def ttt_loss(
     (i32[W], ascending), plus ``hard_weight`` times the target's most probable token. If this token
     is outside the draft vocabulary, the row has no loss and counts as rejected.
     """
-    label, known = labels_of(outputs.argmax, vocabulary)
+    label, in_vocabulary = labels_of(outputs.argmax, vocabulary)
     soft = jax.nn.softmax(outputs.draft_logits, axis=-1)
     total = jnp.zeros((), jnp.float32)
     alive = jnp.ones(batch.tokens.shape, bool)
@@ -124,7 +124,7 @@ def ttt_loss(
     for step, hidden in enumerate(states):
         mask = step_mask(batch, step)
         step_label = _shift_left(label, step + 1)
-        carries = (mask & _shift_left(known, step + 1)).astype(jnp.float32)
+        carries = (mask & _shift_left(in_vocabulary, step + 1)).astype(jnp.float32)
         logits = draft.logits(hidden, target)
         losses = cross_entropy(logits, _shift_left(soft, step + 1), step_label, hard_weight)
         loss = jnp.sum(losses * carries)
@@ -145,8 +145,8 @@ def labels_of(tokens: Array, vocabulary: Array) -> tuple[Array, Array]:
     """
     width = vocabulary.shape[0]
     label = jnp.minimum(jnp.searchsorted(vocabulary, tokens), width - 1).astype(jnp.int32)
-    known = vocabulary[label] == tokens
-    return jnp.where(known, label, width), known
+    in_vocabulary = vocabulary[label] == tokens
+    return jnp.where(in_vocabulary, label, width), in_vocabulary
 
 
 def cross_entropy(logits: Array, soft: Array, label: Array, hard_weight: float) -> Array:
@@ -185,11 +185,11 @@ def packed_attend(texts: Array) -> Attend:
         # heads of more than 128 dimensions are too large for cuDNN
         is_fused = q.dtype == jnp.bfloat16 and jax.default_backend() == "gpu"
         options["implementation"] = "cudnn" if is_fused and q.shape[-1] <= 128 else None
-        seen = mask
+        visible = mask
         if window is not None:
             row = jnp.arange(texts.shape[1])
-            seen = mask & (row[:, None] - row < window)
-        return kv, dense_attention(q, k, v, mask=seen, **options)
+            visible = mask & (row[:, None] - row < window)
+        return kv, dense_attention(q, k, v, mask=visible, **options)
 
     return attend
 
@@ -212,14 +212,14 @@ def ttt_attend(texts: Array) -> Attend:
         scale = q.shape[-1] ** -0.5
         causal = _product("btkgh,blkh->bkgtl", grouped, first_k) * scale
         causal = jnp.where(mask, causal, _NEGATIVE)
-        # [B, KV, G, T] each: products of a row's query with its own keys from later steps
-        own = [_product("btkgh,btkh->bkgt", grouped, step_k) * scale for step_k, _ in later]
-        peak = jax.lax.stop_gradient(reduce(jnp.maximum, own, causal.max(axis=-1)))
+        # [B, KV, G, T]: products of a row's query with its own keys from later steps
+        step_scores = [_product("btkgh,btkh->bkgt", grouped, step_k) * scale for step_k, _ in later]
+        peak = jax.lax.stop_gradient(reduce(jnp.maximum, step_scores, causal.max(axis=-1)))
         weights = jnp.exp(causal - peak[..., None])
-        own_weights = [jnp.exp(score - peak) for score in own]
-        total = weights.sum(axis=-1) + sum(own_weights)
+        step_weights = [jnp.exp(score - peak) for score in step_scores]
+        total = weights.sum(axis=-1) + sum(step_weights)
         out = _product("bkgtl,blkh->btkgh", weights.astype(v.dtype), first_v)
-        for weight, (_, step_v) in zip(own_weights, later, strict=True):
+        for weight, (_, step_v) in zip(step_weights, later, strict=True):
             rows = jnp.moveaxis(weight, 3, 1)[..., None]
             out = out + rows * step_v.astype(jnp.float32)[:, :, :, None]
         out = out / jnp.moveaxis(total, 3, 1)[..., None]
@@ -231,8 +231,8 @@ def ttt_attend(texts: Array) -> Attend:
 def _causal_mask(texts: Array) -> Array:
     # bool [B, T, T]: a token sees itself and earlier tokens of the same text
     rows = jnp.arange(texts.shape[1])
-    same = texts[:, :, None] == texts[:, None, :]
-    return same & (rows[:, None] >= rows[None, :])
+    is_same_text = texts[:, :, None] == texts[:, None, :]
+    return is_same_text & (rows[:, None] >= rows[None, :])
 
 
 def _product(spec: str, a: Array, b: Array) -> Array:
