@@ -22,12 +22,12 @@ def format_address(host: str, port: int | str) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def places(address: str) -> list[str]:
+def endpoints(address: str) -> list[str]:
     """Resolve an address to libzmq endpoints."""
     host, port = parse_address(address)
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     flags = socket.NI_NUMERICHOST | socket.NI_NUMERICSERV
-    return [f"tcp://{format_address(*socket.getnameinfo(place, flags))}" for *_, place in found]
+    return [f"tcp://{format_address(*socket.getnameinfo(entry, flags))}" for *_, entry in infos]
 
 
 @lru_cache(maxsize=64)  # a server calls this for every request

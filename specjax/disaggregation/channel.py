@@ -29,7 +29,7 @@ OVERHEAD_BYTES = 1024  # bytes per frame that CurveZMQ may add
 
 Deliver = Callable[[Message], None]
 Lost = Callable[[Exception], None]
-Sent = Callable[[], None]
+Hook = Callable[[], None]
 
 
 class ChannelClosed(ConnectionError):
@@ -97,7 +97,7 @@ class Channel:
     """One side's end of a connection; thread-safe."""
 
     def __init__(
-        self, hello: Hello, bell: Bell, queue: Callable[["Channel", Message, Sent | None], None]
+        self, hello: Hello, bell: Bell, queue: Callable[["Channel", Message, Hook | None], None]
     ) -> None:
         self.hello = hello  # the peer's
         self.reason: Exception | None = None  # why the connection has ended
@@ -114,7 +114,7 @@ class Channel:
     def is_open(self) -> bool:
         return self.reason is None
 
-    def send(self, message: Message, sent: Sent | None = None) -> None:
+    def send(self, message: Message, sent: Hook | None = None) -> None:
         """Queue a message, which must not change afterwards; ChannelClosed if the channel ended.
 
         ``sent`` is called when libzmq has taken the whole message, in the thread of ``deliver``.

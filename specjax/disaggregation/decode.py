@@ -91,7 +91,7 @@ class PrefillPeer(ABC):
     def _run(self) -> None:
         while (message := self._messages.get()) is not None and not self._is_closed:
             try:
-                self._place(message)
+                self._forward(message)
             except Exception as error:
                 self._is_closed = True
                 logger.warning("disconnecting the prefill side after an error", exc_info=error)
@@ -101,16 +101,16 @@ class PrefillPeer(ABC):
             while True:
                 self._messages.get_nowait()
 
-    def _place(self, message: Arrival) -> None:
-        taken = None
+    def _forward(self, message: Arrival) -> None:
+        on_stored = None
         if isinstance(message, Piece):
             self._vacant.get()
-            taken = partial(self._vacant.put, None)
+            on_stored = partial(self._vacant.put, None)
         if self._is_closed:
             return
         placed = self._prompts.placed(message)
         jax.block_until_ready(structs.asdict(placed))
-        self._loop.post(partial(self._prompts.take, placed, taken))
+        self._loop.post(partial(self._prompts.take, placed, on_stored))
 
 
 @dataclass
@@ -178,9 +178,9 @@ class RemotePrompts(PromptSource):
         if self._peer is not None:
             self.compare_weights(self._peer)
 
-    def take(self, message: Arrival, taken: Callable[[], None] | None = None) -> None:
-        """Queue a message from the peer for a later step, which stores it and calls ``taken``."""
-        self._arrived.append((message, taken))
+    def take(self, message: Arrival, on_stored: Callable[[], None] | None = None) -> None:
+        """Queue a message for a later step, which stores it and then calls ``on_stored``."""
+        self._arrived.append((message, on_stored))
         if message.id in self._awaited:
             # the peer works in order, so this is progress for all later requests too
             for job, awaited in self._awaited.items():
@@ -203,9 +203,9 @@ class RemotePrompts(PromptSource):
             return False
         if request.output_ids or request in self._local_only:
             return False
-        left = request.arguments.timeout
-        if left is not None:
-            left = float(max(1e-3, left - request.latency))
+        timeout = request.arguments.timeout
+        if timeout is not None:
+            timeout = float(max(1e-3, timeout - request.latency))
         job = Job(
             id=next(self._ids),
             rid=request.rid[:MAX_TEXT],
@@ -217,7 +217,7 @@ class RemotePrompts(PromptSource):
             top_logprobs=request.top_logprobs,
             logprob_start_len=request.logprob_start_len,
             return_hidden_states=request.arguments.return_hidden_states,
-            timeout=left,
+            timeout=timeout,
             mask=request.mask,
         )
         try:
@@ -234,15 +234,15 @@ class RemotePrompts(PromptSource):
         Requests without progress for ``MAX_SILENCE`` seconds are then prefilled locally.
         """
         done: list[tuple[RunningRequest, FirstToken | None]] = []
-        left = UNLIMITED if is_idle else TOKENS_A_STEP
-        while self._arrived and left > 0:
-            message, taken = self._arrived.popleft()
+        budget = UNLIMITED if is_idle else TOKENS_A_STEP
+        while self._arrived and budget > 0:
+            message, on_stored = self._arrived.popleft()
             if (awaited := self._awaited.get(message.id)) is not None:
-                left -= message.count if isinstance(message, Piece) else TOKENS_OF_A_START
-                if (first := self._take(awaited.row, message)) is not None:
-                    done.append((awaited.row, first))
-            if taken is not None:
-                taken()
+                budget -= message.count if isinstance(message, Piece) else TOKENS_OF_A_START
+                if (first_token := self._take(awaited.row, message)) is not None:
+                    done.append((awaited.row, first_token))
+            if on_stored is not None:
+                on_stored()
         now = self._clock()
         for job, awaited in list(self._awaited.items()):
             if now >= awaited.progress_time + MAX_SILENCE:
@@ -280,9 +280,9 @@ class RemotePrompts(PromptSource):
                 self._take_piece(row, message)
                 return None
             if isinstance(message, Prefilled):
-                first = self._begin(row, message)
+                first_token = self._begin(row, message)
                 del self._awaited[message.id]
-                return first
+                return first_token
             raise ValueError(message.reason[:MAX_TEXT])
         except ValueError as error:
             logger.warning("request %r is prefilled locally: %s", row.request.rid, error)
@@ -318,8 +318,8 @@ class RemotePrompts(PromptSource):
             of_prompt = _logprobs(done.prompt_logprobs, count, request.top_logprobs)
             request.take_prompt_logprobs(start, of_prompt)
         if request.max_new_tokens > 1:  # otherwise no round runs
-            left = request.num_left - 1
-            self.transfer.begin(row.slot, [*text, done.token], left, done.rows)
+            num_left = request.num_left - 1
+            self.transfer.begin(row.slot, [*text, done.token], num_left, done.rows)
         return FirstToken(done.token, logprobs, hidden, done.cached_tokens)
 
     def _reports(self, request: Request, done: Prefilled) -> tuple[Logprobs | None, Any]:
@@ -329,8 +329,8 @@ class RemotePrompts(PromptSource):
             logprobs = _logprobs(done.logprobs, 1, request.top_logprobs)
         if request.arguments.return_hidden_states:
             hidden, width = done.hidden, self._target.hidden_size
-            if (found := _kinds((hidden,))) != (wanted := [((1, width), "float32")]):
-                raise ValueError(f"unexpected hidden states {found}; expected {wanted}")
+            if (kinds := _kinds((hidden,))) != (expected_kinds := [((1, width), "float32")]):
+                raise ValueError(f"unexpected hidden states {kinds}; expected {expected_kinds}")
         return logprobs, hidden
 
 
@@ -388,10 +388,10 @@ def _json(params: SamplingParams) -> dict[str, Any]:
 def _logprobs(arrays: tuple[Any, ...] | None, count: int, top: int | None) -> Logprobs:
     """Check the shapes of ``count`` tokens' log-probabilities with ``top`` others; return them."""
     best = (count, top or 0) if count else (0, 0)
-    wanted = [((count,), "float32"), (best, "int32"), (best, "float32")]
-    if arrays is None or _kinds(arrays) != wanted:
-        given = None if arrays is None else _kinds(arrays)
-        raise ValueError(f"unexpected log-probabilities {given}; expected {wanted}")
+    expected_kinds = [((count,), "float32"), (best, "int32"), (best, "float32")]
+    if arrays is None or _kinds(arrays) != expected_kinds:
+        kinds = None if arrays is None else _kinds(arrays)
+        raise ValueError(f"unexpected log-probabilities {kinds}; expected {expected_kinds}")
     return Logprobs(*arrays)
 
 

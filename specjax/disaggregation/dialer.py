@@ -13,8 +13,8 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from specjax.disaggregation import messages as wire
-from specjax.disaggregation.address import check_secret, places
-from specjax.disaggregation.channel import LANES, WINDOW, Bell, Channel, ChannelClosed, Sent, Terms
+from specjax.disaggregation.address import check_secret, endpoints
+from specjax.disaggregation.channel import LANES, WINDOW, Bell, Channel, ChannelClosed, Hook, Terms
 from specjax.scheduling.loop import start_device_thread
 
 logger = logging.getLogger(__name__)
@@ -78,9 +78,9 @@ class Dialer:
 
     def _attempt(self, number: int) -> None:
         """Open one channel and run it until it closes; raise an error if it could not be opened."""
-        found = places(self.address)
+        addresses = endpoints(self.address)
         with ExitStack() as stack:
-            _Session(self, found[number % len(found)], stack).run()
+            _Session(self, addresses[number % len(addresses)], stack).run()
 
     def _log(self, error: Exception) -> None:
         reason = f"{type(error).__name__}: {error}"
@@ -99,9 +99,9 @@ class Dialer:
 class _Session:
     """One connection attempt: its lanes (parallel sockets) and the messages on them."""
 
-    def __init__(self, dialer: Dialer, place: str, stack: ExitStack) -> None:
+    def __init__(self, dialer: Dialer, endpoint: str, stack: ExitStack) -> None:
         self._dialer = dialer
-        self._place = place
+        self._endpoint = endpoint
         self._lanes: list[zmq.Socket[Any]] = []
         self._monitors: list[zmq.Socket[Any]] = []
         for lane in range(LANES):
@@ -157,7 +157,7 @@ class _Session:
     def _connect(self) -> None:
         """Connect the next lane. Lanes that connect simultaneously would share a libzmq thread."""
         sock = self._lanes[self._num_connected]
-        sock.connect(self._place)
+        sock.connect(self._endpoint)
         opening = wire.Open(token=self._token, lane=self._num_connected, facts=self._facts)
         [frame] = wire.encode(opening)
         sock.send(frame, zmq.DONTWAIT)
@@ -214,7 +214,7 @@ class _Session:
         else:
             self._channel.deliver(message)
 
-    def _queue(self, channel: Channel, message: wire.Message, sent: Sent | None) -> None:
+    def _queue(self, channel: Channel, message: wire.Message, sent: Hook | None) -> None:
         assert sent is None, "not supported by the dialer"
         self._frames.extend(wire.encode(message))
         self._dialer._bell.ring()

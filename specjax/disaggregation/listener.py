@@ -14,8 +14,8 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from specjax.disaggregation import messages as wire
-from specjax.disaggregation.address import check_secret, format_address, parse_address, places
-from specjax.disaggregation.channel import LANES, WINDOW, Bell, Channel, ChannelClosed, Sent, Terms
+from specjax.disaggregation.address import check_secret, endpoints, format_address, parse_address
+from specjax.disaggregation.channel import LANES, WINDOW, Bell, Channel, ChannelClosed, Hook, Terms
 from specjax.scheduling.loop import start_device_thread
 
 logger = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ class _Side(Channel):
         super().__init__(*channel)
         self.lanes = lanes
         self.assembler = assembler
-        self.frames: deque[wire.Frame | Sent] = deque()  # frames, and callbacks to run after them
+        self.frames: deque[wire.Frame | Hook] = deque()  # frames, and callbacks to run after them
         self.num_sent = 0
         self.num_taken = 0
         self.mark = 0  # num_taken at the last check that found progress
@@ -58,7 +58,7 @@ class Listener:
         """Start to listen. ValueError for a bad address or secret, OSError if binding fails."""
         check_secret(address, terms.secret)
         host, _ = parse_address(address)
-        [place, *_] = places(address)
+        [endpoint, *_] = endpoints(address)
         self._terms = terms
         self._max_connections = max_connections
         self._is_closing = False
@@ -67,7 +67,7 @@ class Listener:
         self._openings: dict[bytes, dict[int, bytes]] = {}
         self._connections: set[int] = set()
         self._num_refused = self._num_excess = 0  # since the last heartbeat
-        self._messages = SimpleQueue[tuple[Channel, wire.Message, Sent | None] | None]()
+        self._messages = SimpleQueue[tuple[Channel, wire.Message, Hook | None] | None]()
         self._bell = Bell()
         self._context = zmq.Context(io_threads=LANES)
         try:
@@ -75,7 +75,7 @@ class Listener:
             terms.prepare(self._router, listens=True)
             self._router.router_mandatory = True  # sending to a disconnected peer is an error
             self._monitor = self._router.get_monitor_socket(EVENTS)
-            self._router.bind(place)
+            self._router.bind(endpoint)
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)
             raise OSError(error.errno, f"cannot listen on {address}: {error.strerror}") from None
@@ -117,8 +117,8 @@ class Listener:
         ticked = time.monotonic()
         try:
             while not self._is_closing:
-                left = ticked + self._terms.pulse.interval - time.monotonic()
-                ready = dict(poller.poll(max(0, math.ceil(1000 * left))))
+                seconds = ticked + self._terms.pulse.interval - time.monotonic()
+                ready = dict(poller.poll(max(0, math.ceil(1000 * seconds))))
                 if self._bell.fd in ready:
                     self._bell.silence()
                 if self._router in ready:
@@ -204,7 +204,7 @@ class Listener:
             self._send_frames(side)  # the hello lets the decode side report the difference
             side.end(error)
 
-    def _queue(self, side: Channel, message: wire.Message, sent: Sent | None) -> None:
+    def _queue(self, side: Channel, message: wire.Message, sent: Hook | None) -> None:
         self._messages.put((side, message, sent))
 
     def _serve(self, side: _Side, is_tick: bool) -> None:

@@ -204,7 +204,7 @@ class DecodeClient:
 def _arrays(values: Sequence[Any], top: Sequence[Any]) -> tuple[np.ndarray, ...]:
     """Return values f32 ``[P]``, top tokens i32 ``[P, N]`` and their values f32 ``[P, N]``."""
     count, width = len(values), len(top[0]) if top else 0
-    best = np.array([[one[:2] for one in tokens] for tokens in top], object)
+    best = np.array([[entry[:2] for entry in tokens] for tokens in top], object)
     best = best.reshape(count, width, 2)
     chosen = np.array([value for value, _, _ in values], np.float32)
     return chosen, best[:, :, 1].astype(np.int32), best[:, :, 0].astype(np.float32)

@@ -57,7 +57,7 @@ class _DecodeSide:
         self._num_waiting_bytes = 0
         self._queued: dict[int, int] = {}  # bytes of KV of each running or unsent job
         self._given_up: set[int] = set()  # jobs that send nothing more; used in the loop's thread
-        self._num_given = self._num_sent = 0  # bytes of KV, counted in different threads
+        self._num_queued = self._num_sent = 0  # bytes of KV, counted in different threads
         self._client = DecodeClient(*side, self._reply)
 
     # In the listener's thread.
@@ -115,7 +115,7 @@ class _DecodeSide:
             if message.id in self._given_up:
                 return
             size = sum(array.nbytes for array in message.kv)
-            self._num_given += size
+            self._num_queued += size
             sent = partial(self._piece_sent, size)
         elif isinstance(message, wire.Prefilled | wire.Refused):
             sent = partial(self._ended, message.id)
@@ -130,7 +130,7 @@ class _DecodeSide:
     def _wait(self, job: int) -> None:
         """Wait for capacity to send a piece of a job; give the job up after ``MAX_WAIT``."""
         deadline = time.monotonic() + MAX_WAIT
-        while self._channel.is_open and self._num_given - self._num_sent > MAX_QUEUED:
+        while self._channel.is_open and self._num_queued - self._num_sent > MAX_QUEUED:
             if job in self._given_up:
                 return
             if time.monotonic() > deadline:
