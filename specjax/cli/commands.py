@@ -19,7 +19,7 @@ from specjax.compiling.cache import open_compile_cache
 from specjax.engine.args import EngineArgs
 from specjax.engine.build import warm_up
 from specjax.logs import LEVELS, LOAD_SECONDS
-from specjax.models.flat import driver_version, newest_cuda, package_version, unused_gpu
+from specjax.models.placement import driver_version, newest_cuda, package_version, unused_gpu
 from specjax.runtime.runner_config import device_memory
 
 API_KEY, ADMIN_API_KEY = "SPECJAX_API_KEY", "SPECJAX_ADMIN_API_KEY"

@@ -29,7 +29,7 @@ from jax.experimental import serialize_executable
 from jax.experimental.compilation_cache import compilation_cache
 from jax.stages import Compiled
 
-from specjax.speculative.registry import digest_files
+from specjax.compiling.digest import digest_files
 
 logger = logging.getLogger(__name__)
 

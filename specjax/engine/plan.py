@@ -18,7 +18,8 @@ from specjax.kernels.backend import WORD, takes_head_dim
 from specjax.kernels.invariant_attention import HEAD_DIMS, MAX_ROWS
 from specjax.kv.holding import KVWrites
 from specjax.metrics import METRICS, Totals
-from specjax.models.flat import Networks, Placement
+from specjax.models.flat import Networks
+from specjax.models.placement import Placement
 from specjax.models.registry import layer_kinds
 from specjax.runtime import runner_config as sizing
 from specjax.types import DraftShape

@@ -13,11 +13,13 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from specjax.compiling.digest import source_facts
 from specjax.config import MAX_STEPS, ModelConfig
 from specjax.kernels.backend import INVARIANT, WORD
 from specjax.kv.pages import PagedAttend, PageView, Segments
 from specjax.models.decoder import CausalLM
-from specjax.models.flat import FlatModel, Networks, Placement
+from specjax.models.flat import FlatModel, Networks
+from specjax.models.placement import Placement
 from specjax.sampling.draw import SamplingConfig
 from specjax.speculative.future_map import FutureMap
 from specjax.speculative.tree import chain_input
@@ -351,8 +353,6 @@ class SpeculativeAlgorithm(CommonAlgorithm, ABC):
         By default, they are the sources of the packages that define the class. Add everything else
         that is traced: code from other packages, and arrays, which a repr shortens.
         """
-        from specjax.speculative.registry import source_facts
-
         return source_facts(type(self))
 
     @staticmethod

@@ -1,19 +1,15 @@
 """The registry of algorithms, built-in and from other packages, by name."""
 
-import os
-import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass
-from hashlib import sha256
 from importlib import import_module
-from importlib.metadata import EntryPoint, entry_points, packages_distributions, version
-from pathlib import Path
+from importlib.metadata import EntryPoint, entry_points
 from threading import RLock
 from types import FunctionType
 from typing import Any, TypeVar
-from uuid import uuid4
 
+from specjax.compiling.digest import facts_of_package, source_facts
 from specjax.speculative.algorithm import CommonAlgorithm, SpeculativeAlgorithm
 
 PLAIN = "NONE"
@@ -36,8 +32,6 @@ _FACTORIES = {
 # names that other packages must not use
 RESERVED = (*_FACTORIES, *ALIASES)
 _custom: dict[str, "CustomSpecAlgo"] = {}
-# digest of each package at its first use, and so of the code that this process runs
-_first_digests: dict[str, str] = {}
 _loading = RLock()  # held during a package's import, which registers names before it finishes
 
 
@@ -202,7 +196,7 @@ def register_algorithm(
             raise ValueError(f"spec_class={spec_class!r} of {name!r}: {error}") from error
         _custom[key] = made
         # record the digest of the package now, directly after its import
-        _facts_of(getattr(factory, "__module__", "").partition(".")[0])
+        facts_of_package(getattr(factory, "__module__", "").partition(".")[0])
         return factory
 
     return register
@@ -217,66 +211,3 @@ def _origin(factory: Any) -> str:
     name = getattr(factory, "__qualname__", "<object>")
     is_named = isinstance(factory, type | FunctionType) and "<" not in name
     return f"{factory.__module__}.{name}" if is_named else f"{factory!r} at {id(factory)}"
-
-
-def source_facts(kind: type) -> tuple[str, ...]:
-    """Cache-key entries for a class outside specjax: names, versions and sources of its bases.
-
-    A package is digested as a whole at its first use in this process. If its sources cannot be read
-    or have changed since, the entries are unique, so other processes cannot share cached functions.
-    """
-    foreign = [base for base in kind.__mro__ if _top_of(base) not in _OWN]
-    if _top_of(kind) in sys.stdlib_module_names:  # made by exec or make_dataclass
-        return (uuid4().hex,)
-    names = (f"{base.__module__}.{base.__qualname__}" for base in foreign)
-    return (*names, *(_facts_of(top) for top in sorted({_top_of(base) for base in foreign})))
-
-
-_OWN = {"specjax", *sys.stdlib_module_names} - {"__main__"}
-
-
-def _top_of(kind: type) -> str:
-    return kind.__module__.partition(".")[0]
-
-
-def _facts_of(top: str) -> str:
-    spec = getattr(sys.modules.get(top), "__spec__", None)
-    if top == "__main__" and spec is not None and spec.parent:  # python -m package.module
-        top = spec.parent.partition(".")[0]
-    try:
-        module = sys.modules[top]
-        roots = [Path(path) for path in getattr(module, "__path__", ())]
-        digest = digest_files(roots or [Path(module.__file__ or "")])
-        names = {str(name) for name in packages_distributions().get(top, ()) if name}
-        versions = [f"{name}=={version(name)}" for name in sorted(names)]
-    except Exception:  # a zip file, a broken link, damaged metadata
-        return f"{top} {uuid4().hex}"
-    if _first_digests.setdefault(top, digest) != digest:
-        return f"{top} {uuid4().hex}"
-    return " ".join([top, *versions, digest])
-
-
-def digest_files(roots: Iterable[Path], ending: str = "") -> str:
-    """SHA-256 of the names and contents of all files below ``roots`` with this ending."""
-    digest = sha256()
-    for root in roots:
-        for path in _files(root):
-            if path.name.endswith(ending):
-                content = path.read_bytes()
-                digest.update(f"{path.relative_to(root)} {len(content)}\n".encode())
-                digest.update(content)
-    return digest.hexdigest()
-
-
-def _files(root: Path) -> Iterator[Path]:
-    """List the files below a folder in order, following links; or ``root`` if it is a file."""
-    if not root.is_dir():
-        yield root
-    seen = set()
-    for folder, folders, files in os.walk(root, followlinks=True):
-        folders[:] = sorted(name for name in folders if name != "__pycache__")
-        if (real := os.path.realpath(folder)) in seen:
-            folders.clear()
-            continue
-        seen.add(real)
-        yield from (Path(folder, name) for name in sorted(files))

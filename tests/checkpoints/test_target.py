@@ -18,7 +18,8 @@ from specjax.checkpoints import TargetCheckpoint, open_target
 from specjax.checkpoints.tensors import TensorSource, make_weight
 from specjax.models.declare import Part, Recipe
 from specjax.models.decoder import CausalLM
-from specjax.models.flat import FlatModel, Placement
+from specjax.models.flat import FlatModel
+from specjax.models.placement import Placement
 from specjax.testing.files import write_target as tiny_target
 
 from .files import (

@@ -16,7 +16,7 @@ from specjax.disaggregation.rows import check_facts
 from specjax.engine.args import EngineArgs
 from specjax.engine.plan import check_deterministic
 from specjax.engine.requests import DEFAULT_SEED
-from specjax.models.flat import Placement
+from specjax.models.placement import Placement
 from specjax.runtime.runner import ModelRunner
 from specjax.testing import Files, write_model
 from specjax.types import NO_DRAFTS, DraftShape

@@ -25,7 +25,7 @@ from specjax.disaggregation.rows import fingerprint
 from specjax.engine.args import EngineArgs
 from specjax.engine.plan import plan_engine, quantised
 from specjax.engine.weights import weights_from_tensors
-from specjax.models.flat import Placement
+from specjax.models.placement import Placement
 from specjax.models.weights import (
     LEAST_8BIT_ROWS,
     MAX_FUSED_ROWS,

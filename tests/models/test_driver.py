@@ -5,8 +5,8 @@ import logging
 import jax
 import pytest
 
-from specjax.models import flat as driver
-from specjax.models.flat import Placement
+from specjax.models import placement as driver
+from specjax.models.placement import Placement
 
 OPEN = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  Release Build  (me)\n"
 CLOSED = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 2023\n"

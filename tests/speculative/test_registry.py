@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from specjax.compiling.digest import source_facts
 from specjax.engine.args import EngineArgs
 from specjax.runtime.runner import ModelRunner
 from specjax.runtime.runner_config import temporary_bytes
@@ -20,7 +21,6 @@ from specjax.speculative import registry
 from specjax.speculative.algorithm import CustomSpecAlgo, SpeculativeAlgorithm, register_algorithm
 from specjax.speculative.eagle import Eagle
 from specjax.speculative.future_map import FutureMap
-from specjax.speculative.registry import source_facts
 from specjax.speculative.tree import chain_input
 from specjax.testing import TARGET, Files
 from specjax.types import DraftShape

@@ -1,0 +1,144 @@
+"""The device of an engine, and why JAX may not use the GPU of this machine."""
+
+import logging
+import os
+import re
+from contextlib import suppress
+from dataclasses import dataclass
+from glob import glob
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+
+logger = logging.getLogger(__name__)
+
+_to_int4 = jax.jit(lambda values: values.astype(jnp.int4))
+
+
+# maps each CUDA release that JAX is built for, newest first, to the lowest driver version
+DRIVERS = {13: 580, 12: 525}
+
+
+def driver_version() -> str:
+    """Version of the NVIDIA driver, or an empty text if Linux reports none."""
+    with suppress(OSError):
+        text = Path("/proc/driver/nvidia/version").read_text()
+        if found := re.search(r"Module.*?\s(\d+\.\d+[\d.]*)\s", text):
+            return found[1]
+    return ""
+
+
+def newest_cuda(driver: str) -> int:
+    """Newest CUDA release that this driver version supports; 0 if it is too old for all."""
+    major = int(driver.partition(".")[0] or DRIVERS[13])  # unknown: assume a recent one
+    return next((cuda for cuda, least in DRIVERS.items() if major >= least), 0)
+
+
+def package_version(name: str) -> str | None:
+    with suppress(PackageNotFoundError):
+        return version(name)
+    return None
+
+
+def unused_gpu() -> str | None:
+    """Explain why JAX does not use this machine's GPU, with a remedy; ``None`` without a GPU."""
+    if not glob("/dev/nvidia[0-9]*"):
+        return None
+    newest = newest_cuda(driver := driver_version())
+    plugins = (cuda for cuda in DRIVERS if package_version(f"jax-cuda{cuda}-plugin"))
+    installed, command = next(plugins, 0), f"pip install -e '.[cuda{newest}]'"
+    if not newest or installed > newest:
+        wanted = installed or 12
+        remedy = f"CUDA {wanted} in JAX needs driver {DRIVERS[wanted]} or newer; update the driver"
+        if newest:
+            remedy += f", or run: pip uninstall -y jax-cuda{installed}-plugin && {command}"
+    elif not installed:
+        remedy = f"JAX has no CUDA plugin; run: {command}"
+    else:
+        shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+        remedy = f"JAX cannot use it (CUDA_VISIBLE_DEVICES={shown!r}); for the reason run: "
+        remedy += "JAX_PLATFORMS=cuda python -c 'import jax; jax.devices()'"
+    return f"an NVIDIA GPU (driver {driver or 'unknown'}) is present, but {remedy}"
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The device that holds weights, KV pools and tables, and runs every function on them."""
+
+    device: jax.Device
+
+    @classmethod
+    def on(cls, index: int = 0) -> "Placement":
+        """Device ``index`` of the default backend."""
+        try:
+            devices = jax.devices()
+        except (RuntimeError, AssertionError) as error:  # the plugin is absent or fails
+            hint = unused_gpu()
+            raise ValueError(
+                f"JAX has no device for JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS', '')!r}: "
+                f"{error!r}; set JAX_PLATFORMS=cpu, or for a GPU install the extra cuda12 or "
+                f"cuda13 (pip install -e '.[cuda13]'){'' if hint is None else f'; {hint}'}"
+            ) from error
+        if not 0 <= index < len(devices):
+            raise ValueError(
+                f"base_gpu_id={index} must be below {len(devices)}, the number of devices of kind "
+                f"{devices[0].device_kind}"
+            )
+        is_chosen = "cpu" in (jax.config.jax_platforms or "")  # type: ignore[attr-defined]
+        if devices[index].platform == "cpu" and not is_chosen and (reason := unused_gpu()):
+            logger.warning("running on the CPU: %s", reason)
+        return cls(devices[index])
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.device.platform == "cpu"
+
+    @property
+    def sharding(self) -> SingleDeviceSharding:
+        return SingleDeviceSharding(self.device)
+
+    def put(self, values: Any) -> Any:
+        # with a device, this takes 30 us on the host; with its sharding, 110
+        return jax.device_put(values, self.device)
+
+    def put_weights(self, values: Any) -> Any:
+        """Put weights.
+
+        4-bit integers are not committed to the device, because compiled functions would refuse
+        them: JAX states their layout differently for arrays and for functions (0.10, 0.11).
+        """
+
+        def put(value: Any) -> Any:
+            if value.dtype != jnp.int4:
+                return self.put(value)
+            is_array = isinstance(value, jax.Array)
+            if is_array and value.devices() == {self.device} and not value.committed:
+                return value
+            with jax.default_device(self.device):
+                return _to_int4(jax.device_put(np.asarray(value).astype(np.int8)))
+
+        return jax.tree.map(put, values)
+
+    def abstract(self, values: Any) -> Any:
+        """Shapes and dtypes of a pytree of arrays that will be on this device."""
+        return jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self.sharding),
+            values,
+        )
+
+    def ints(self, *shape: int) -> Any:
+        """An abstract i32 array that will be on this device."""
+        return self.abstract(jax.ShapeDtypeStruct(shape, jnp.int32))
+
+    def zeros(self, abstract: Any) -> Any:
+        """Compile a function that returns a pytree of zeros with these shapes and dtypes."""
+        make = jax.jit(
+            lambda: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), abstract),
+            out_shardings=self.sharding,
+        )
+        return make.lower().compile()
