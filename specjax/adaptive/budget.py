@@ -12,14 +12,15 @@ from typing import Any
 import numpy as np
 
 from specjax.adaptive.config import ConfigSource, load_adaptive_config, nearest
-from specjax.adaptive.controller import check_counts
 from specjax.adaptive.cost import MOST_RATIO, CostTable, Seconds
+from specjax.adaptive.policy import AdaptiveSpecPolicy, check_counts
 from specjax.adaptive.survival import NO_RECORD, Counts, RoundRecord, SurvivalEstimator
 from specjax.types import NO_DRAFTS, DraftShape
 
 ByTier = Mapping[DraftShape, float]
 
 YIELD_WINDOW = 64.0  # number of decisions over which the yield of packed rounds is forgotten
+EMA_ALPHA = 0.2  # weight of a round in the average of accepted drafts that is reported
 WINDOW = 16.0  # number of rounds over which the weight of old counts falls to 1/e
 # A round this many standard deviations from the estimate shows that acceptance has changed. Old
 # rounds then keep the second weight. Only batches of several requests are large enough for this.
@@ -81,7 +82,7 @@ def expected_tokens(acceptance: Sequence[float]) -> list[float]:
     return list(accumulate(accumulate(acceptance, mul, initial=1.0)))
 
 
-class BudgetPolicy:
+class BudgetPolicy(AdaptiveSpecPolicy):
     """Chooses the tier with the most expected tokens per second from acceptance and round times.
 
     The tier changes for a gain of more than 2 %, or immediately if it is slower than step 0. Before
@@ -114,6 +115,7 @@ class BudgetPolicy:
         self.deficit = 0.0  # seconds lost to plain decoding; negative is a credit
         # tokens of requests in rounds with drafts, as expected before each round, and as accepted
         self.expected_tokens = self.realised_tokens = 0.0
+        self._accept_len = 0.0  # moving average of accepted drafts per row
         self._expected: dict[DraftShape, float] = {}  # per request, at the last decision
         self._known_candidates: dict[int, tuple[DraftShape, ...]] = {}  # by batch size
         self._depths = {tier: (tier.depth, tier.verified) for tier, _ in seconds}
@@ -130,6 +132,10 @@ class BudgetPolicy:
     def tier(self) -> DraftShape:
         """The tier of the next round at the same batch size, which may be that of a probe."""
         return self.chosen if self.probe is None else self.probe
+
+    @property
+    def ema_accept_len(self) -> float:
+        return self._accept_len
 
     def tier_for_batch(self, batch_size: int, record: RoundRecord = NO_RECORD) -> DraftShape:
         candidates, bucket = self._candidates(batch_size), self.table.bucket_of(batch_size)
@@ -159,6 +165,8 @@ class BudgetPolicy:
             before = self.tier_for_batch(batch_size, record)
             self._decide(*self._source)
         rows, depth = len(num_accepted_drafts), tier.depth
+        if tier.steps:
+            self._accept_len += EMA_ALPHA * (sum(num_accepted_drafts) / rows - self._accept_len)
         limits = record.num_proposed_drafts or [depth] * rows
         if tier.topk > 1:
             limits = [min(n, depth) for n in limits]

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from specjax.adaptive.config import AdaptiveSlot, ConfigSource, load_adaptive_config, nearest
+from specjax.adaptive.policy import AdaptiveSpecPolicy
 from specjax.adaptive.survival import NO_RECORD, RoundRecord
 from specjax.types import DraftShape
 
@@ -71,7 +72,7 @@ class EmaState:
                 self.ema = float(self.tier.depth - 1)
 
 
-class AdaptiveSpeculativeParams:
+class AdaptiveSpeculativeParams(AdaptiveSpecPolicy):
     """The EMA policy, with one :class:`EmaState` per batch-size slot.
 
     After ``warmup_batches`` non-empty batches, and then every ``update_interval`` batches, the tier

@@ -10,10 +10,10 @@ import jax
 import numpy as np
 
 from specjax.adaptive import (
-    AdaptiveController,
     AdaptiveSpecPolicy,
     AdaptiveSpeculativeParams,
     BudgetPolicy,
+    TierController,
 )
 from specjax.adaptive.cost import CONTEXTS
 from specjax.checks import check_number
@@ -173,7 +173,7 @@ def warm_up(args: EngineArgs, *, stages: bool = False) -> WarmUp:
     )
 
 
-def make_controller(args: EngineArgs, runner: ModelRunner) -> AdaptiveController | None:
+def make_controller(args: EngineArgs, runner: ModelRunner) -> TierController | None:
     """Make the controller of a compiled and loaded runner; ``None`` if tiers do not adapt."""
     config, first = args.adaptive, args.shape.steps
     if config is None or not runner.config.batch_buckets:
@@ -183,7 +183,7 @@ def make_controller(args: EngineArgs, runner: ModelRunner) -> AdaptiveController
         policy = AdaptiveSpeculativeParams(first, config, runner.config.shapes)
     else:
         policy = BudgetPolicy(round_seconds(runner), first, config)
-    return AdaptiveController(None, policy)
+    return TierController(policy)
 
 
 def round_seconds(runner: ModelRunner) -> dict[tuple[DraftShape, int], list[float]]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from importlib.metadata import version
 from typing import Any
 
-from specjax.adaptive import AdaptiveController
+from specjax.adaptive import TierController
 from specjax.checkpoints import TargetCheckpoint, open_target
 from specjax.checkpoints.checkpoint import Checkpoint
 from specjax.config import BlockConfig, ModelConfig, TransformerConfig
@@ -309,7 +309,7 @@ NAMES = {
 
 
 def server_info(
-    plan: EnginePlan, totals: Totals, controller: AdaptiveController | None
+    plan: EnginePlan, totals: Totals, controller: TierController | None
 ) -> dict[str, Any]:
     """Return arguments, planned sizes and, in ``internal_states``, metrics, as SGLang does."""
     args, format = plan.args, plan.target.config.quantization
@@ -335,9 +335,7 @@ def server_info(
     }
 
 
-def _state(
-    plan: EnginePlan, totals: Totals, controller: AdaptiveController | None
-) -> dict[str, Any]:
+def _state(plan: EnginePlan, totals: Totals, controller: TierController | None) -> dict[str, Any]:
     windowed = () if totals.max_window_tokens is None else ("max_window_tokens",)
     metrics = {
         NAMES.get(metric.name, metric.name): metric.of(totals)

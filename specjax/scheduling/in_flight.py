@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from specjax.adaptive.controller import AdaptiveController
+from specjax.adaptive.controller import TierController
 from specjax.adaptive.survival import RoundRecord
 from specjax.metrics import Totals
 from specjax.runtime.runner import Dispatched, ModelRunner
@@ -69,7 +69,7 @@ class InFlight:
         self,
         runner: ModelRunner,
         metrics: Totals,
-        controller: AdaptiveController | None,
+        controller: TierController | None,
         clock: Callable[[], float],
     ) -> None:
         self._runner = runner
@@ -295,7 +295,7 @@ class InFlight:
 
     def _report_accepted(
         self,
-        controller: AdaptiveController,
+        controller: TierController,
         rows: Sequence[RunningRequest],
         rounds: list[Any],
         packed: np.ndarray,

@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Callable, Hashable, Iterable
 
-from specjax.adaptive.controller import AdaptiveController
+from specjax.adaptive.controller import TierController
 from specjax.checks import ParameterError
 from specjax.kv.budget import Capacity, PageBudget
 from specjax.kv.pages import PageAllocator
@@ -71,7 +71,7 @@ class Scheduler:
         max_prefill_stall: float = math.inf,
         clock: Callable[[], float] = time.perf_counter,
         metrics: Totals | None = None,
-        controller: AdaptiveController | None = None,
+        controller: TierController | None = None,
         prompt_source: PromptSource | None = None,
     ) -> None:
         self._runner, config = runner, runner.config

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from specjax.adaptive import AdaptiveController
+from specjax.adaptive import TierController
 from specjax.engine.build import measure_round_seconds
 from specjax.runtime.runner import ModelRunner
 from specjax.sampling.params import SamplingParams
@@ -39,7 +39,7 @@ def serving_with(steps: Any, *, rounds: int = 1, **options: Any) -> tuple[Servin
     runner = tier_runner(rounds)
     policy = Forced(runner, map(DraftShape.chain, steps))
     runner.reset_rows()
-    controller = AdaptiveController(None, policy)
+    controller = TierController(policy)
     return Serving(runner=runner, controller=controller, **options), policy
 
 

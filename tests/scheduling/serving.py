@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from specjax.adaptive import AdaptiveController
+from specjax.adaptive import AdaptiveSpecPolicy, TierController
 from specjax.runtime.runner import Dispatched, ModelRunner
 from specjax.sampling.params import SamplingParams
 from specjax.sampling.table import HostTables
@@ -15,7 +15,7 @@ from specjax.scheduling.request import Request
 from specjax.scheduling.scheduler import Scheduler
 from specjax.speculative.prefill import Chunk
 from specjax.testing import TARGET
-from specjax.types import DraftShape
+from specjax.types import NO_DRAFTS, DraftShape
 
 from ..runners import copied_runner, make_request
 
@@ -94,8 +94,10 @@ class WatchedRunner:
         assert not np.isin(written, others).any(), f"slot {slot} writes into pages of another"
 
 
-class Forced:
+class Forced(AdaptiveSpecPolicy):
     """A policy that takes given tiers in order and records what is reported to it."""
+
+    tier = NO_DRAFTS
 
     def __init__(self, runner: ModelRunner, tiers: Iterator[DraftShape]) -> None:
         self.tiers, self._next = runner.config.shapes, tiers
@@ -115,13 +117,10 @@ class Forced:
         self.seconds.append(others["record"].seconds)
         return False
 
-    def describe(self) -> dict[str, Any]:
-        return {}
 
-
-def forced(runner: ModelRunner, tiers: Iterable[DraftShape]) -> AdaptiveController:
+def forced(runner: ModelRunner, tiers: Iterable[DraftShape]) -> TierController:
     """A controller that cycles through these tiers."""
-    return AdaptiveController(None, Forced(runner, cycle(tiers)))
+    return TierController(Forced(runner, cycle(tiers)))
 
 
 class Serving:

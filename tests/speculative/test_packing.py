@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specjax.adaptive import AdaptiveController
+from specjax.adaptive import TierController
 from specjax.adaptive.survival import RoundRecord
 from specjax.config import DraftConfig
 from specjax.kv.pages import Segments
@@ -400,7 +400,7 @@ def test_a_scheduler_that_switches_tiers_changes_nothing() -> None:
         run_ahead=1,
         num_pages=26,
         is_cached=True,
-        controller=AdaptiveController(None, Calibrated(runner, cycle(tiers))),
+        controller=TierController(Calibrated(runner, cycle(tiers))),
     )
     greedy = SamplingParams(temperature=0.0, max_new_tokens=30, ignore_eos=True)
     seeded = replace(greedy, temperature=0.9)
