@@ -17,7 +17,7 @@ from specjax.checks import check_integer, check_number
 from specjax.cli import options
 from specjax.compiling.cache import open_compile_cache
 from specjax.engine.args import EngineArgs
-from specjax.engine.build import warm_up
+from specjax.engine.warmup import warm_up
 from specjax.logs import LEVELS, LOAD_SECONDS
 from specjax.models.placement import driver_version, newest_cuda, package_version, unused_gpu
 from specjax.runtime.runner_config import device_memory

@@ -34,10 +34,8 @@ class DisaggregatedEngine(Engine):
         self._start(decode, share_weights_with, compile_on_use)
         try:
             there = options | {"base_gpu_id": decode.base_gpu_id + 1} | dict(prefill or {})
-            engine = Engine.__new__(Engine)
             args = EngineArgs(model=model, disaggregation_mode="prefill", **there)
-            engine._start(args, self, compile_on_use)
-            self.prefill = engine
+            self.prefill = Engine._of(args, self, compile_on_use)
             self._peer = LocalPeer(self.prefill._side, self._side)
             # the peer's thread refers to both sides
             weakref.finalize(self, self._peer.close).atexit = False

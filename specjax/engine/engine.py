@@ -18,7 +18,8 @@ from specjax.disaggregation.prefill import PrefillJobs
 from specjax.disaggregation.remote import PrefillServer, RemotePeer
 from specjax.engine.args import EngineArgs
 from specjax.engine.build import build_engine, make_controller
-from specjax.engine.plan import EnginePlan, server_info
+from specjax.engine.info import server_info
+from specjax.engine.plan import EnginePlan
 from specjax.engine.requests import (
     Messages,
     Params,
@@ -96,6 +97,12 @@ class Engine:
                 "for two devices of one process make a DisaggregatedEngine"
             )
         self._start(args, share_weights_with, compile_on_use)
+
+    @classmethod
+    def _of(cls, args: EngineArgs, share_weights_with: "Engine", compile_on_use: bool) -> "Engine":
+        engine = cls.__new__(cls)
+        engine._start(args, share_weights_with, compile_on_use)
+        return engine
 
     def _start(
         self, args: EngineArgs, share_weights_with: "Engine | None", compile_on_use: bool = False
@@ -298,6 +305,11 @@ class Engine:
                 "engine with disaggregation_mode='decode'"
             )
         return self._factory.make(*inputs, stream=stream, **options)
+
+    @property
+    def has_grammars(self) -> bool:
+        """Whether requests may limit their text by a grammar."""
+        return self.config.has_grammars
 
     @property
     def reasoning(self) -> ReasoningTags | None:

@@ -96,7 +96,7 @@ class Conversation:
             message = "tools need the engine option tool_call_parser, or tool_choice='none'"
             raise ApiError(400, message, param="tools")
         is_bounded = wants_logprobs and "max_tokens" not in body
-        can_limit = engine.config.has_grammars and "response_format" not in body
+        can_limit = engine.has_grammars and "response_format" not in body
         grammar = tools.grammar({OPTIONS: LAYOUT}, is_possible=can_limit)
         params = take_params(body, length, grammar)
         if (tools.names and tools.format.is_special) or (tags is not None and tags.is_special):

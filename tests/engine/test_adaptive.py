@@ -13,10 +13,12 @@ from prometheus_client import generate_latest
 
 from specjax import Engine
 from specjax.adaptive import BudgetPolicy
+from specjax.adaptive.cost import CONTEXTS
 from specjax.compiling.cache import FOLDER
 from specjax.engine import build
 from specjax.engine.args import EngineArgs
 from specjax.engine.plan import plan_engine
+from specjax.runtime import timing
 from specjax.types import DraftShape
 
 from ..runners import chains
@@ -62,7 +64,7 @@ def test_texts_are_plain_and_metrics_agree(files, plain_ids, monkeypatch):
     """The other policy is in the table of tests/differential."""
     # fixed times that make drafts costly, since measured ones depend on the machine's load
     seconds = dict(zip(product(chains(0, 1, 3), [1]), (1.0, 1.3, 1.9), strict=True))
-    monkeypatch.setattr(build, "round_seconds", lambda runner: seconds)
+    monkeypatch.setattr(build, "round_seconds", lambda *_: seconds)
     metas = []
     with adaptive(files, COST, speculative_num_steps=0) as engine:
         for is_seeded, params in ((False, GREEDY), (True, SEEDED)):
@@ -161,15 +163,15 @@ class Cache:
 )
 def test_round_times_that_are_missing_or_damaged_are_measured(value, monkeypatch, caplog):
     seconds = dict(zip(product(chains(1, 3), [2]), ([0.5, 0.5], [0.75, 0.8]), strict=True))
-    monkeypatch.setattr(build, "measure_round_seconds", lambda runner: seconds)
+    monkeypatch.setattr(timing, "measure_round_seconds", lambda *_: seconds)
     runner = SimpleNamespace(
         compiled=SimpleNamespace(cache=Cache(value)),
         config=SimpleNamespace(rounds=tuple(seconds)),
     )
-    assert build.round_seconds(runner) == seconds
+    assert timing.round_seconds(runner, CONTEXTS) == seconds
     assert ("measuring round times again" in caplog.text) == (value is not None)
-    monkeypatch.delattr(build, "measure_round_seconds")
-    assert build.round_seconds(runner) == seconds
+    monkeypatch.delattr(timing, "measure_round_seconds")
+    assert timing.round_seconds(runner, CONTEXTS) == seconds
 
 
 def test_the_start_tier_is_the_nearest_candidate(files):
@@ -239,7 +241,7 @@ def test_packed_rounds_give_plain_texts_and_learn(files, plain_ids, monkeypatch,
     """The budget policy also runs 5 of 8 of the deepest tier's rows, shared out by survival."""
     tiers = (*chains(0, 7), DraftShape(7, 1, 8, packed=5))
     seconds = dict(zip(product(tiers, [2]), (1.0, 3.0, 1.1), strict=True))
-    monkeypatch.setattr(build, "round_seconds", lambda runner: seconds)
+    monkeypatch.setattr(build, "round_seconds", lambda *_: seconds)
     config = {"policy": "budget", "candidate_steps": [0, 7]}
     options = {"speculative_num_steps": 7, "max_running_requests": 2, "batch_buckets": [2]}
     with adaptive(files, config, **options) as engine:

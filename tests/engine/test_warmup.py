@@ -15,8 +15,8 @@ from specjax.cli import commands, main
 from specjax.compiling.cache import FOLDER, open_compile_cache
 from specjax.engine import build, plan
 from specjax.engine.args import EngineArgs
-from specjax.engine.build import warm_up
 from specjax.engine.plan import plan_engine
+from specjax.engine.warmup import warm_up
 from specjax.runtime.runner import ModelRunner
 from specjax.testing.files import write_head, write_target
 

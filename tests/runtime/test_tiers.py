@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from specjax.adaptive import TierController
-from specjax.engine.build import measure_round_seconds
+from specjax.adaptive.cost import CONTEXTS
 from specjax.runtime.runner import ModelRunner
+from specjax.runtime.timing import measure_round_seconds
 from specjax.sampling.params import SamplingParams
 from specjax.speculative.prefill import Chunk
 from specjax.testing import EAGLE3
@@ -227,7 +228,7 @@ def test_measured_rounds_leave_no_trace() -> None:
     runner = tier_runner()
     runner.compile(show_progress=False)
     with counted_compilations() as compiled:
-        seconds = measure_round_seconds(runner)
+        seconds = measure_round_seconds(runner, CONTEXTS)
     assert not compiled
     assert set(seconds) == {(tier, 4) for tier in chains(*TIERS)}
     assert all(0 < value < 1 for pair in seconds.values() for value in pair)

@@ -1,0 +1,90 @@
+"""Compile the functions of an engine in advance, without its weights."""
+
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import jax
+
+from specjax.compiling.pool import CompiledFunction
+from specjax.engine.args import EngineArgs
+from specjax.engine.build import compile_all, open_cache
+from specjax.engine.plan import plan_engine
+from specjax.runtime.runner import ModelRunner
+
+
+@dataclass(frozen=True, kw_only=True)
+class WarmUp:
+    """Result of a warm-up."""
+
+    folder: str  # folder of the cache entries
+    functions: tuple[CompiledFunction, ...]  # all functions that serving dispatches
+    seconds: float
+    weight_bytes: int  # device memory of the weights, which are not loaded
+    kv_bytes: int  # device memory of the KV pools, which are not allocated
+    device: str  # kind of device
+
+    @property
+    def num_compiled(self) -> int:
+        """Number of functions that were compiled; the others were in the cache."""
+        return sum(not function.is_hit for function in self.functions)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(function.num_bytes or 0 for function in self.functions)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every function is on disk."""
+        return all(function.num_bytes is not None for function in self.functions)
+
+    def as_dict(self) -> dict[str, Any]:
+        derived = {"num_compiled": self.num_compiled, "num_bytes": self.num_bytes}
+        return asdict(self) | derived | {"jax": jax.__version__}
+
+    def table(self) -> str:
+        """Format the result as lines of text, with sizes in MB."""
+        width = max(len(each.key) for each in self.functions)
+        lines = [f"{'function':<{width}}  seconds  MB on disk  MB arguments  MB temporary"]
+        for each in self.functions:
+            kept = "-" if each.num_bytes is None else f"{each.num_bytes / 1e6:.2f}"
+            lines.append(
+                f"{each.key:<{width}}{each.seconds:>9.2f}{kept:>12}"
+                f"{each.argument_bytes / 1e6:>14.2f}{each.temp_bytes / 1e6:>14.2f}  "
+                f"{'present' if each.is_hit else 'compiled'}"
+            )
+        most = max(function.temp_bytes for function in self.functions)
+        lines += [
+            f"{len(self.functions)} functions, {self.num_compiled} compiled, in "
+            f"{self.seconds:.1f} s; {self.num_bytes / 1e6:.2f} MB in {self.folder}",
+            f"device memory on {self.device}: weights {self.weight_bytes / 1e9:.2f} GB, "
+            f"KV {self.kv_bytes / 1e9:.2f} GB, temporary up to {most / 1e9:.2f} GB",
+        ]
+        return "\n".join(lines)
+
+
+def warm_up(args: EngineArgs, *, stages: bool = False) -> WarmUp:
+    """Compile the functions of an engine with these arguments into its ``compile_cache_dir``.
+
+    Functions on disk are read, not compiled, so an interrupted warm-up resumes. Neither weights
+    nor KV pools are allocated. ``stages`` adds draft, verify and extend as separate functions.
+    Raises ValueError if the folder is not usable.
+    """
+    started = time.perf_counter()
+    plan = plan_engine(args)
+    cache = open_cache(plan)
+    if cache is None:
+        raise ValueError(
+            "compiled functions cannot be stored in "
+            f"compile_cache_dir={args.compile_cache_dir!r}; pass a folder that you own"
+        )
+    runner = ModelRunner(plan.networks, plan.config, cache)
+    compile_all(args, runner, stages=stages)
+    return WarmUp(
+        folder=str(cache.path),
+        functions=tuple(runner.compiled.report),
+        seconds=time.perf_counter() - started,
+        weight_bytes=plan.needs.weight_bytes,
+        kv_bytes=plan.kv_bytes,
+        device=plan.networks.placement.device.device_kind,
+    )
