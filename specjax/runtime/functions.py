@@ -96,9 +96,7 @@ class RoundFunctions:
     _networks: Networks
     _config: RunnerConfig
     _max_top_logprobs: int
-    # leading arguments of all functions: abstract weights, state, pages, packed sampling,
-    # calibration and masks
-    _common: tuple[Any, ...]
+    _common: tuple[Any, ...]  # leading arguments of all functions: abstract weights, state, inputs
 
     def bind(
         self,
@@ -129,11 +127,16 @@ class RoundFunctions:
             simulates_acceptance=self._config.simulates_acceptance,
         )
 
-        def flat(target: Weights, draft: Weights, state: DeviceState, *inputs: Any) -> Any:
-            pages, packed, calibration, masks, *rest = inputs
+        def flat(
+            target: Weights,
+            draft: Weights,
+            state: DeviceState,
+            by_slot: spec_round.SlotInputs,
+            *others: Any,
+        ) -> Any:
             models = nets.target.rebuild(target), nets.draft.rebuild(draft)
-            resident = spec_round.Resident(*models, pages, packed, calibration, masks)
-            return function(resident, state, *rest, config=config, **options)
+            resident = spec_round.Resident(*models, by_slot)
+            return function(resident, state, *others, config=config, **options)
 
         flat.__name__ = f"specjax_{function.__name__}"
         return jax.jit(flat, donate_argnums=donated)
@@ -178,7 +181,7 @@ class RoundFunctions:
         tree = place.abstract(jax.eval_shape(draft, *arguments)[1])
         yield ("target", shape, batch), target, (*arguments, tree), options
         passed = place.abstract(jax.eval_shape(target, *arguments, tree)[1])
-        words = self._common[-1].shape[1]
+        words = self._common[-1].masks.shape[1]
         sizes = (batch, shape.nodes, words), (batch, shape.nodes, 1 + shape.steps)
         rest = tree, passed, *(place.ints(*size) for size in sizes)
         # The drafts of the next round replace those of this one, because a graph whose buffers move

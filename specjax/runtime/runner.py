@@ -1,6 +1,6 @@
 """ModelRunner: holds weights, KV pools and rows on the device, and runs compiled functions."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -21,7 +21,7 @@ from specjax.sampling.table import HostTables, check_slot_limits, pack_sampling
 from specjax.speculative.algorithm import target_pool
 from specjax.speculative.future_map import DeviceState, FutureMap
 from specjax.speculative.prefill import Chunk, pack_chunks
-from specjax.speculative.round import TargetPass
+from specjax.speculative.round import SlotInputs, TargetPass
 from specjax.types import (
     NO_DRAFTS,
     DraftShape,
@@ -58,6 +58,23 @@ class Dispatched:
         return np.asarray(self.tokens)
 
 
+def _pages_of(runner: "ModelRunner") -> PageView:
+    tables, config = runner.tables, runner.config
+    windows = None if tables.window_table is None else tables.window_table.copy()
+    pages: Any = tables.page_table.copy(), windows
+    return PageView(pages[0], config.page_size, config.implementation, pages[1])
+
+
+# How to read each of the SlotInputs on the host, to upload it before a dispatch of a slot in
+# ``HostTables.stale``. Arrays are copies, because the host may change its tables meanwhile.
+SLOT_INPUTS: dict[str, Callable[["ModelRunner"], Any]] = {
+    "pages": _pages_of,
+    "sampling": lambda runner: pack_sampling(runner.tables.sampling),
+    "calibration": lambda runner: runner._calibration,
+    "masks": lambda runner: runner.tables.masks.copy() if runner.config.has_grammars else None,
+}
+
+
 class ModelRunner:
     """Owns the device state and dispatches rounds and prefill chunks.
 
@@ -66,8 +83,7 @@ class ModelRunner:
     """
 
     weights: tuple[Weights, Weights]  # flat, of target and draft, on the device
-    _calibration: Any  # on the host until the next dispatch uploads it
-    _calibrated: bytes = b""  # its values
+    _calibration: np.ndarray  # f32 [1 + S + R]
     on_device: DeviceState
 
     def __init__(
@@ -85,10 +101,11 @@ class ModelRunner:
             has_masks=config.has_grammars,
             has_windows=config.num_window_pages > 0,
         )
-        self._view: PageView | None = None
-        self._sampling: jax.Array | None = None
-        self._masks: jax.Array | None = None
+        depth = max(shape.depth for shape in config.shapes)
+        self._calibration = np.zeros(1 + depth + config.num_slots, np.float32)
         self.set_calibration()
+        # on the host until the first dispatch uploads them
+        self._by_slot = SlotInputs(**{name: read(self) for name, read in SLOT_INPUTS.items()})
         self._slots_on_device: dict[tuple[int, ...], jax.Array] = {}
         self._empty_state: Any = None
         self._watch: Watch | None = None
@@ -137,13 +154,9 @@ class ModelRunner:
 
     def _functions(self) -> RoundFunctions:
         nets = self.networks
-        view = jax.eval_shape(lambda: self._view_of(self.tables))
-        sampling = jax.eval_shape(lambda: self._sampling_of(self.tables))
-        place = nets.placement
-        weights = place.abstract((nets.target.abstract, nets.draft.abstract))
-        masks = self.tables.masks if self.config.has_grammars else None
-        small = place.abstract((view, sampling, self._calibration, masks))
-        common = (*weights, self.abstract_state, *small)
+        inputs = nets.target.abstract, nets.draft.abstract, self._by_slot
+        *weights, by_slot = nets.placement.abstract(inputs)
+        common = (*weights, self.abstract_state, by_slot)
         return RoundFunctions(nets, self.config, self.max_top_logprobs, common)
 
     def load(self, target: Weights, draft: Weights) -> None:
@@ -241,31 +254,15 @@ class ModelRunner:
         """Detach a slot from its pages; rounds in flight run before those of the next request."""
         self.tables.clear(slot)
 
-    def _view_of(self, tables: HostTables) -> PageView:
-        # copies, because the host may change the tables during the upload
-        windows = None if tables.window_table is None else tables.window_table.copy()
-        both = self.networks.placement.put((tables.page_table.copy(), windows))
-        return PageView(both[0], self.config.page_size, self.config.implementation, both[1])
-
-    def _sampling_of(self, tables: HostTables) -> jax.Array:
-        return self.networks.placement.put(pack_sampling(tables.sampling))
-
     def _inputs(self, slots: Sequence[int]) -> tuple[Any, ...]:
         """Return the first arguments of every compiled function, for these request slots."""
-        tables, own = self.tables, list(slots)
-        if self._view is None or tables.pages_dirty[own].any():
-            self._view = self._view_of(tables)
-            tables.pages_dirty[:] = False
-        if self._sampling is None or tables.sampling_dirty[own].any():
-            self._sampling = self._sampling_of(tables)
-            tables.sampling_dirty[:] = False
-        if isinstance(self._calibration, np.ndarray):
-            self._calibration = self.networks.placement.put(self._calibration)
-        if self.config.has_grammars and tables.masks_dirty:
-            self._masks = self.networks.placement.put(tables.masks.copy())
-            tables.masks_dirty = False
-        small = self._view, self._sampling, self._calibration, self._masks
-        return (*self.weights, self.on_device, *small)
+        for name, read in SLOT_INPUTS.items():
+            stale = self.tables.stale[name]
+            if stale and not stale.isdisjoint(slots):
+                uploaded = self.networks.placement.put(read(self))
+                self._by_slot = self._by_slot._replace(**{name: uploaded})
+                stale.clear()
+        return (*self.weights, self.on_device, self._by_slot)
 
     def set_calibration(
         self,
@@ -279,13 +276,13 @@ class ModelRunner:
         ``intercepts`` are by depth, from 1, and ``offsets`` those of ``slots``; missing ones are 0.
         See :func:`~specjax.speculative.packing.survival`. Compiles nothing.
         """
-        depth = max(shape.depth for shape in self.config.shapes)
-        values = np.zeros(1 + depth + self.config.num_slots, np.float32)
+        num_slots, values = self.config.num_slots, np.zeros_like(self._calibration)
         values[0] = slope
         values[1 : 1 + len(intercepts)] = intercepts
-        values[[1 + depth + slot for slot in slots]] = offsets
-        if (found := values.tobytes()) != self._calibrated:  # an upload takes longer
-            self._calibration, self._calibrated = values, found
+        values[[len(values) - num_slots + slot for slot in slots]] = offsets
+        if not np.array_equal(values, self._calibration):  # an upload takes longer
+            self._calibration = values
+            self.tables.stale["calibration"].update(range(num_slots))
 
     def prefill(self, chunks: Sequence[Chunk], *, with_logprobs: bool = False) -> Dispatched:
         """Dispatch prompt chunks in one call. Raises ValueError if no bucket holds them.

@@ -5,6 +5,7 @@ would need 15 times as many calls.
 """
 
 import heapq
+from collections import defaultdict
 from collections.abc import Collection, Sequence
 from typing import get_type_hints
 
@@ -108,20 +109,19 @@ class HostTables:
         # i32 [R, V / 32], bits of the tokens that may follow a prompt
         num_words = -(-vocab_size // 32) if has_masks else 0
         self.masks = np.full((num_slots, num_words), -1, np.int32)
-        self.masks_dirty = True
-        # [R], whether the device's copy of a slot is out of date
-        self.pages_dirty, self.sampling_dirty = np.ones((2, num_slots), np.bool_)
+        # by input, the slots whose copy on the device is out of date; at first, all of them
+        self.stale: defaultdict[str, set[int]] = defaultdict(lambda: set(range(num_slots)))
 
     def set_pages(self, slot: int, pages: Sequence[int], first: int) -> None:
         self._write(self.page_table[slot], pages, first)
         if self.window_table is not None:
             self.window_table[slot, first:] = 0
-        self.pages_dirty[slot] = True
+        self.stale["pages"].add(slot)
 
     def set_window_pages(self, slot: int, pages: Sequence[int], first: int) -> None:
         assert self.window_table is not None
         self._write(self.window_table[slot], pages, first)
-        self.pages_dirty[slot] = True
+        self.stale["pages"].add(slot)
 
     @staticmethod
     def _write(row: np.ndarray, pages: Sequence[int], first: int) -> None:
@@ -161,7 +161,7 @@ class HostTables:
         """
         if self.masks.size and (mask is not None or (self.masks[slot] != -1).any()):
             self.masks[slot] = -1 if mask is None else mask
-            self.masks_dirty = True
+            self.stale["masks"].add(slot)
         self.sampling[slot] = self._neutral
         row = self.sampling[slot]
         if not params.is_greedy:
@@ -184,7 +184,7 @@ class HostTables:
         is_quiet = top_logprobs is None and not hidden_states
         self.is_greedy[slot] = params.is_greedy and not used and is_quiet
         self.wants_hidden_states[slot] = hidden_states
-        self.sampling_dirty[slot] = True
+        self.stale["sampling"].add(slot)
 
     def wants_logprobs(self, slots: Sequence[int]) -> bool:
         return bool(self.sampling["wants_logprobs"][list(slots)].any())

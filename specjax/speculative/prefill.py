@@ -113,12 +113,12 @@ def prefill_chunks(
         tokens=future.tokens.at[owners, places].set(tokens, mode="drop"),
     )
     # before a prompt's end, use the greedy parameters of slot 0, so that no noise is drawn
-    params = unpack_sampling(resident.sampling, jnp.where(is_final > 0, slots, 0))
+    params = unpack_sampling(resident.by_slot.sampling, jnp.where(is_final > 0, slots, 0))
     roots = chain_input(tokens[last][:, None], new_lens - 1)
     future = restart(future, slots, new_lens, params)
     inputs = LogitInputs(params, future.tokens, slots)
-    if resident.masks is not None:
-        logits = keep_allowed(logits, resident.masks[slots])
+    if (masks := resident.by_slot.masks) is not None:
+        logits = keep_allowed(logits, masks[slots])
     drawn, logprobs = target_tokens(
         logits[:, None], roots, inputs, config.sampling, future.logit_states
     )

@@ -50,16 +50,22 @@ class RoundConfig:
         return self.sampling.reads_confidence and self.shape.depth > 0
 
 
-@dataclass(frozen=True)
-class Resident:
-    """Read-only inputs of every call; pages and sampling have one row per request slot."""
+class SlotInputs(NamedTuple):
+    """Read-only inputs of every call, by request slot; the host uploads them if they change."""
 
-    target: CausalLM
-    draft: object
     pages: PageView
     sampling: Array  # packed, i32 [R, K]
     calibration: Array | None = None  # f32 [1 + S + R], as in packing.survival
     masks: Array | None = None  # i32 [R, V / 32], bits of the tokens that may follow a prompt
+
+
+@dataclass(frozen=True)
+class Resident:
+    """Read-only inputs of every call."""
+
+    target: CausalLM
+    draft: object
+    by_slot: SlotInputs
 
 
 def make_batch(resident: Resident, future: FutureMap, slots: Array, config: RoundConfig) -> Batch:
@@ -67,8 +73,8 @@ def make_batch(resident: Resident, future: FutureMap, slots: Array, config: Roun
     return Batch(
         target=resident.target,
         draft=resident.draft,
-        pages=jax.tree.map(lambda table: table[slots], resident.pages),
-        sampling=unpack_sampling(resident.sampling, slots),
+        pages=jax.tree.map(lambda table: table[slots], resident.by_slot.pages),
+        sampling=unpack_sampling(resident.by_slot.sampling, slots),
         slots=slots,
         seq_lens=future.seq_lens[slots],
         bonus_tokens=future.bonus_tokens[slots],
@@ -194,9 +200,9 @@ def draft_stage(
     elif tree.confidences is None:  # the algorithm has none
         tree = replace(tree, confidences=jnp.full(tree.draft_tokens[:, 1:].shape, 0.5))
     if config.shape.packed:
-        num_slots = resident.pages.page_table.shape[0]
-        assert resident.calibration is not None
-        tree = keep_best(tree, config.shape, batch.slots, resident.calibration, num_slots)
+        num_slots, calibration = len(state.future.seq_lens), resident.by_slot.calibration
+        assert calibration is not None
+        tree = keep_best(tree, config.shape, batch.slots, calibration, num_slots)
     return replace(state, pools=replace(pools, draft=draft)), tree
 
 

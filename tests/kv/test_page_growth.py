@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from specjax.kv.budget import GROW_DISPATCHES, MIN_RESERVE
+from specjax.runtime.runner import SLOT_INPUTS
 from specjax.sampling.params import SamplingParams
 from specjax.scheduling.request import RunningRequest
 
@@ -45,10 +46,8 @@ def test_rows_hold_only_pages_that_they_write_soon(num_steps, rounds, run_ahead)
 def test_page_tables_are_seldom_uploaded(num_steps, rounds, monkeypatch) -> None:
     serving = Serving(num_steps=num_steps, rounds=rounds, run_ahead=1)
     uploads = []
-    view_of = serving.runner._view_of
-    monkeypatch.setattr(
-        serving.runner, "_view_of", lambda tables: uploads.append(1) or view_of(tables)
-    )
+    read = SLOT_INPUTS["pages"]
+    monkeypatch.setitem(SLOT_INPUTS, "pages", lambda runner: uploads.append(1) or read(runner))
     requests = serving.add(PROMPTS, LONG)
     while len(serving.rows) < len(PROMPTS):  # one prefill per step
         serving.step()

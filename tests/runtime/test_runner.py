@@ -135,7 +135,7 @@ def test_dispatches_transfer_nothing_implicitly(runner) -> None:
 
 def test_tables_go_to_the_device_with_the_first_dispatch_of_a_slot_that_changed(runner) -> None:
     def copies() -> tuple[jax.Array, jax.Array]:
-        return runner._view.page_table, runner._sampling
+        return runner._by_slot.pages.page_table, runner._by_slot.sampling
 
     for slot, page in ((1, 1), (2, 5)):
         runner.set_slot(slot, SamplingParams(temperature=0.5), seed=slot)

@@ -83,14 +83,14 @@ def test_all_values_of_a_slot_are_written_and_cleared():
 def test_a_cleared_slot_is_neutral_and_not_uploaded():
     made = tables(SamplingParams(temperature=0.7, top_k=5, logit_bias={3: 1.5}), top_logprobs=2)
     made.set_pages(1, [2], 0)
-    made.pages_dirty[:] = made.sampling_dirty[:] = False
+    for slots in made.stale.values():
+        slots.clear()
     made.clear(1)
     np.testing.assert_array_equal(made.sampling, HostTables(3, 4, V).sampling)
     assert not made.page_table.any()
     assert made.is_greedy.all()
     # no dispatch uses a cleared slot, so there is nothing to upload
-    assert not made.pages_dirty.any()
-    assert not made.sampling_dirty.any()
+    assert dict(made.stale) == {"pages": set(), "sampling": set()}
 
 
 INTEGERS = st.integers() | st.integers(-2, 2**33) | st.sampled_from([2**31 - 1, 2**31, 2**63])

@@ -110,9 +110,8 @@ def test_any_number_of_drafts_can_be_accepted(head):
     flat, weights = target_model()
     target = flat.rebuild(weights)
     model = runner.networks.draft.rebuild(head_weights(head))
-    view, sampling = runner._view_of(runner.tables), runner._sampling_of(runner.tables)
     slots = jnp.array([1, 0], jnp.int32)
-    resident = Resident(target, model, view, sampling)
+    resident = Resident(target, model, runner._by_slot)
     algorithm, shape = runner.config.algorithm, runner.config.largest
     config = RoundConfig(
         algorithm=algorithm,
