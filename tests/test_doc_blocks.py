@@ -28,8 +28,8 @@ from specjax.cli.options import engine_arguments
 from specjax.engine.args import EngineArgs
 from specjax.speculative import registry
 from specjax.testing import Files, serve
-from specjax.testing.files import write_block_draft, write_draft_model, write_modules
 
+from .model_files import write_block_draft, write_draft_model, write_modules
 from .server.process import free_port
 
 ROOT = Path(__file__).parents[1]

@@ -13,12 +13,11 @@ from specjax.testing.dense import (
     kept_by_sorting,
 )
 from specjax.testing.engines import STEPS, Files, check_tokens, is_idle, num_held, write_files
-from specjax.testing.files import BLOCK, letter_tokenizer, write_block_draft, write_model
-from specjax.testing.models import EAGLE3, TARGET, chaining_block, random_weights
+from specjax.testing.files import letter_tokenizer
+from specjax.testing.models import EAGLE3, TARGET, random_weights
 from specjax.testing.server import Answer, Client, running, serve
 
 __all__ = [
-    "BLOCK",
     "EAGLE3",
     "STEPS",
     "TARGET",
@@ -28,7 +27,6 @@ __all__ = [
     "Job",
     "Output",
     "adjusted_logits",
-    "chaining_block",
     "check_tokens",
     "dense_decode",
     "dense_logits",
@@ -39,7 +37,5 @@ __all__ = [
     "random_weights",
     "running",
     "serve",
-    "write_block_draft",
     "write_files",
-    "write_model",
 ]

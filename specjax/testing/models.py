@@ -13,8 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from specjax.config import BlockConfig, DraftConfig, ModelConfig, TransformerConfig
-from specjax.models.block import BlockDraft
+from specjax.config import DraftConfig, ModelConfig, TransformerConfig
 from specjax.models.decoder import CausalLM
 from specjax.models.eagle import build_head
 from specjax.models.flat import FlatModel, Weights
@@ -113,49 +112,6 @@ def copying_head(config: DraftConfig, target: Mapping[str, np.ndarray]) -> Named
     ids = np.sort(np.concatenate([written, others])[: config.draft_vocab_size])
     named["d2t"] = (ids - np.arange(len(ids))).astype(np.int32)
     named["lm_head.kernel"] = target["lm_head.kernel"][:, ids]
-    return named
-
-
-def chaining_block(config: BlockConfig, target: Mapping[str, np.ndarray]) -> Named:
-    """Make the weights of a block drafter for the copying target, by name.
-
-    With a Markov head of rank KV * H or more, the head is the target without its layers. The rest
-    perturbs it, and drafts are often right. Without one, only the first mask row is often right,
-    because its first layer copies the embedding of the row before it.
-    """
-    named = {name: x.copy() for name, x in _random(partial(BlockDraft, config), 2).items()}
-    table, heads = target["embedding.table"], target["lm_head.kernel"]
-    dim, width = config.head_dim, config.num_kv_heads * config.head_dim
-    if config.draft_vocab_size != config.vocab_size:
-        ids = np.arange(0, config.vocab_size, 2)[: config.draft_vocab_size]
-        rest = np.setdiff1d(np.arange(config.vocab_size), ids)
-        ids = np.sort(np.concatenate([ids, rest])[: config.draft_vocab_size])
-        named["d2t"] = (ids - np.arange(len(ids))).astype(np.int32)
-        named["lm_head.kernel"] = heads = heads[:, ids]
-    if config.markov_head:
-        normed = table / np.sqrt(np.mean(table**2, axis=1, keepdims=True))
-        named["markov.embedding.table"] = np.zeros((len(table), config.markov_rank), np.float32)
-        named["markov.embedding.table"][:, :width] = normed[:, :width]
-        named["markov.output.kernel"][:width] = heads[:width]
-        named["norm.scale"] *= np.float32(0.1)
-        return named
-    named["fc.kernel"][:, 0] = 0.0  # only the constant coordinate makes keys: the context has none
-    q_size = config.num_heads * dim
-    qkv = np.zeros((config.hidden_size, q_size + 2 * width), np.float32)
-    # the score is highest for the row before: rotate queries back by one radian
-    qkv[0, 0:q_size:dim], qkv[0, dim // 2 : q_size : dim] = np.cos(1.0), -np.sin(1.0)
-    qkv[0, q_size : q_size + width : dim] = 1.0
-    qkv[:width, q_size + width :] = np.eye(width)
-    output = np.zeros((q_size, config.hidden_size), np.float32)
-    group = config.num_heads // config.num_kv_heads
-    for i in range(width):  # larger than the residual
-        output[i // dim * group * dim + i % dim, i] = 1e3
-    named |= {"layers.0.attention.qkv.kernel": qkv, "layers.0.attention.output.kernel": output}
-    named["layers.0.attention.q_norm.scale"] *= np.float32(1e4)
-    kv = named["context.kernel"].reshape(config.hidden_size, 2, config.num_layers, width)
-    kv[:, 0, 0], kv[:, 1, 0] = np.split(qkv[:, q_size:], 2, axis=1)
-    for i in range(config.num_layers):
-        named[f"layers.{i}.mlp.down.kernel"] *= np.float32(1e-3)
     return named
 
 

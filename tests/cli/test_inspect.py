@@ -16,15 +16,13 @@ from specjax.cli.main import main
 from specjax.testing.files import (
     CONFIG,
     HEAD,
-    write_draft_model,
-    write_eagle_head,
     write_head,
-    write_modules,
     write_target,
 )
 from specjax.testing.models import copying_head, copying_target
 
 from ..block_files import CASES, BlockCase, publish, random_tensors
+from ..model_files import write_draft_model, write_eagle_head, write_modules
 
 SIZES: dict[str, Any] = {"vocab": 98, "hidden": 32, "target_hidden": 32, "target_layers": 2}
 

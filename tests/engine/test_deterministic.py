@@ -18,10 +18,12 @@ from specjax.engine.plan import check_deterministic
 from specjax.engine.requests import DEFAULT_SEED
 from specjax.models.placement import Placement
 from specjax.runtime.runner import ModelRunner
-from specjax.testing import Files, write_model
+from specjax.testing import Files
 from specjax.types import NO_DRAFTS, DraftShape
 from tests.kernels.lowering import lower_for_cuda
 from tests.runners import EAGLE3, TARGET, algorithm_of, runner_config
+
+from ..model_files import write_model
 
 ON = {"enable_deterministic_inference": True}
 CHAIN, TREE = DraftShape.chain(2), DraftShape(steps=2, topk=2, nodes=6)

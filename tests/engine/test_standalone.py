@@ -15,9 +15,11 @@ from specjax import Engine
 from specjax.checkpoints import open_target
 from specjax.engine.args import EngineArgs
 from specjax.engine.plan import plan_engine
-from specjax.testing import letter_tokenizer, write_model
+from specjax.testing import letter_tokenizer
 from specjax.testing.files import CONFIG
 from specjax.text.tokenizer import Tokenizer
+
+from ..model_files import write_model
 
 pytestmark = pytest.mark.slow
 ALGORITHM = "STANDALONE"

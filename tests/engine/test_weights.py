@@ -26,8 +26,9 @@ from specjax.models.block import BlockDraft
 from specjax.models.decoder import CausalLM
 from specjax.models.flat import FlatModel
 from specjax.scheduling.loop import EngineFault
-from specjax.testing import Files, letter_tokenizer, num_held, write_block_draft
+from specjax.testing import Files, letter_tokenizer, num_held
 
+from ..model_files import write_block_draft
 from ..settings import counted_compilations
 
 SHARED = ("embed_tokens.weight", "lm_head.weight")

@@ -15,9 +15,10 @@ from specjax.runtime.runner import ModelRunner
 from specjax.runtime.runner_config import temporary_bytes
 from specjax.sampling.params import SamplingParams
 from specjax.speculative.block import DFLASH, DSPARK
-from specjax.testing import BLOCK, TARGET, Job, dense_decode, random_weights, write_block_draft
+from specjax.testing import TARGET, Job, dense_decode, random_weights
 from specjax.types import NO_DRAFTS, DraftShape, VerifyInput, VerifyOutput
 
+from ..model_files import BLOCK, write_block_draft
 from ..runners import make_request, make_runner, run_requests, target_model
 from .driver import serve, start
 

@@ -10,10 +10,12 @@ import pytest
 from specjax.config import DraftConfig, ModelConfig
 from specjax.models.decoder import CausalLM
 from specjax.models.flat import FlatModel, Weights
-from specjax.testing import random_weights, write_model
+from specjax.testing import random_weights
 from specjax.training.data import Corpus
 from specjax.training.generate import Sampler
 from specjax.training.trainer import TrainConfig, Trainer, default_draft_config
+
+from ..model_files import write_model
 
 
 @dataclass(frozen=True)

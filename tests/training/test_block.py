@@ -11,7 +11,6 @@ from specjax import Engine
 from specjax.checkpoints.export import export_draft
 from specjax.models.layers import dense_attention, rotated
 from specjax.models.rope import rope_tables
-from specjax.testing import write_model
 from specjax.training import block as training
 from specjax.training.block import (
     BlockTrainer,
@@ -23,6 +22,8 @@ from specjax.training.block import (
 from specjax.training.data import Corpus, batches, pack
 from specjax.training.trainer import TrainConfig
 from specjax.training.ttt import PackedBatch, packed_attend
+
+from ..model_files import write_model
 
 NUM_DRAFTS = 3
 

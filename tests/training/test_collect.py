@@ -10,7 +10,6 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from specjax.config import ModelConfig
-from specjax.testing import write_model
 from specjax.text.tokenizer import Tokenizer
 from specjax.training import collect as collecting
 from specjax.training.collect import (
@@ -26,6 +25,8 @@ from specjax.training.collect import (
     sample_prompts,
 )
 from specjax.training.generate import Sampler
+
+from ..model_files import write_model
 
 TEMPLATE = "<s>{% for m in messages %}{{ m.role }}: {{ m.content }}<e>{% endfor %}bot:"
 

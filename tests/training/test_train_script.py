@@ -14,12 +14,13 @@ import pytest
 from specjax.checkpoints import open_target
 from specjax.checkpoints.block import open_block
 from specjax.checkpoints.draft import open_draft
-from specjax.testing import letter_tokenizer, write_model
-from specjax.testing.files import CONFIG, write_block_draft
+from specjax.testing import letter_tokenizer
+from specjax.testing.files import CONFIG
 from specjax.training import run
 from specjax.training.data import Corpus
 
 from ..loading import load_script
+from ..model_files import write_block_draft, write_model
 
 SIZES = "--generator-rows 8 --prefill-rows 4 --max-prompt-len 160 --max-answer-tokens 12"
 TRAIN = "--steps 6 --ttt-steps 2 --batch-rows 2 --row-length 64 --draft-vocab-size 64"
