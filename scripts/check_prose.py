@@ -42,16 +42,13 @@ TO_DO = (  # folders and files whose names are not checked yet
     "scripts/bench/",
     "specjax/adaptive/",
     "specjax/checkpoints/",
-    "specjax/compiling/",
     "specjax/disaggregation/rows.py",
     "specjax/engine/",
     "specjax/kv/",
     "specjax/models/",
     "specjax/runtime/",
-    "specjax/sampling/",
     "specjax/scheduling/in_flight.py",
     "specjax/speculative/",
-    "specjax/testing/",
 )
 MAX_SUBJECT = 72
 

@@ -108,9 +108,9 @@ class CompileCache:
         """
         leaves, structure = jax.tree.flatten(tuple(arguments))
         described = [str(structure), *map(repr, leaves)]
-        given = sorted((name, repr(value)) for name, value in (options or {}).items())
+        settings = sorted((name, repr(value)) for name, value in (options or {}).items())
         name = getattr(function, "__name__", "")
-        return self._name(label, digest_of([self._key, label, name, described, given]), "xla")
+        return self._name(label, digest_of([self._key, label, name, described, settings]), "xla")
 
     def load(self, key: str, arguments: Sequence[Any]) -> tuple[Compiled, int] | None:
         """Return the executable stored under a key and its size in bytes; ``None`` if missing."""
@@ -190,12 +190,12 @@ def _shapes(arguments: Any) -> tuple[Any, list[Any]]:
 
 
 @contextmanager
-def _warned(path: Path, what: str) -> Iterator[None]:
+def _warned(path: Path, failure: str) -> Iterator[None]:
     """Log any error with an entry instead of raising it; unpickling may raise anything."""
     try:
         yield
     except Exception as error:
-        logger.warning("%s %s: %s", path, what, f"{type(error).__name__}: {error}"[:400])
+        logger.warning("%s %s: %s", path, failure, f"{type(error).__name__}: {error}"[:400])
 
 
 def make_private_folder(path: Path) -> None:
@@ -280,8 +280,8 @@ def _autotune_options() -> dict[str, str | bool]:
     """Return the options that JAX itself sets while its cache is on."""
     folder = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
     name = "xla_gpu_per_fusion_autotune_cache_dir"
-    wanted = jax.config.jax_persistent_cache_enable_xla_caches or ""  # type: ignore[attr-defined]
-    if folder is None or jax.default_backend() != "gpu" or not (wanted == "all" or name in wanted):
+    kinds = jax.config.jax_persistent_cache_enable_xla_caches or ""  # type: ignore[attr-defined]
+    if folder is None or jax.default_backend() != "gpu" or not (kinds == "all" or name in kinds):
         return {}
     return {
         name: str(Path(folder) / name),

@@ -66,11 +66,11 @@ def _files(root: Path) -> Iterator[Path]:
     """List the files below a folder in order, following links; or ``root`` if it is a file."""
     if not root.is_dir():
         yield root
-    seen = set()
+    visited = set()
     for folder, folders, files in os.walk(root, followlinks=True):
         folders[:] = sorted(name for name in folders if name != "__pycache__")
-        if (real := os.path.realpath(folder)) in seen:
+        if (real := os.path.realpath(folder)) in visited:
             folders.clear()
             continue
-        seen.add(real)
+        visited.add(real)
         yield from (Path(folder, name) for name in sorted(files))

@@ -106,10 +106,10 @@ class CompilePool(dict[Hashable, Compiled]):
         def finish(
             job: _Job, compiled: Compiled, num_bytes: int | None, began: float, *, is_hit: bool
         ) -> None:
-            made = job.label, is_hit, time.perf_counter() - began, num_bytes
+            facts = job.label, is_hit, time.perf_counter() - began, num_bytes
             analysis, kinds = compiled.memory_analysis(), ("argument", "temp", "alias")
             memory = (int(getattr(analysis, f"{kind}_size_in_bytes", 0)) for kind in kinds)
-            done[job.key] = CompiledFunction(*made, *memory)
+            done[job.key] = CompiledFunction(*facts, *memory)
             self[job.key] = compiled
             bar.set_postfix_str(f"{job.label}{' (cached)' if is_hit else ''}")
             bar.update()
@@ -122,8 +122,8 @@ class CompilePool(dict[Hashable, Compiled]):
 
         def load(job: _Job) -> None:
             began = time.perf_counter()
-            if cache is not None and (found := cache.load(names[job.key], job.arguments)):
-                finish(job, *found, began, is_hit=True)
+            if cache is not None and (stored := cache.load(names[job.key], job.arguments)):
+                finish(job, *stored, began, is_hit=True)
 
         def build(job: _Job, lowered: Lowered, spent: float, extra: dict[str, str | bool]) -> None:
             began = time.perf_counter() - spent

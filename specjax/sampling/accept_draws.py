@@ -55,9 +55,9 @@ def filtered_probs(logits: Array, temperatures: Array, thresholds: Array) -> Arr
 
     Logits f32 ``[N, V]`` are raw; thresholds f32 ``[N]`` are the lowest logits that are kept.
     """
-    kept = kept_logits(logits, temperatures[:, None], thresholds[:, None])
-    best = jnp.max(kept, axis=-1, keepdims=True)
-    weights = jnp.exp(kept - jnp.where(best > -jnp.inf, best, 0.0))
+    filtered = kept_logits(logits, temperatures[:, None], thresholds[:, None])
+    best = jnp.max(filtered, axis=-1, keepdims=True)
+    weights = jnp.exp(filtered - jnp.where(best > -jnp.inf, best, 0.0))
     return weights / jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), FLOAT32_TINY)
 
 
@@ -101,8 +101,8 @@ def rejection_tokens(
     drafts = jnp.roll(tree.draft_tokens, -1, axis=1)  # the last row has no draft after it
     draft_probs = jnp.pad(tree.draft_probs, ((0, 0), (0, 1), (0, 0)))
     p, q = (
-        jnp.take_along_axis(each, drafts[:, :, None], axis=2)[:, :, 0]
-        for each in (probs, draft_probs)
+        jnp.take_along_axis(array, drafts[:, :, None], axis=2)[:, :, 0]
+        for array in (probs, draft_probs)
     )
     is_drawn = (q > 0) & jnp.isfinite(draft_probs).all(-1)
     accepted = is_drawn & (draw_coins(seeds, tree) * q < p)
@@ -134,13 +134,13 @@ def threshold_tokens(
     up_to = jnp.sum(jnp.where(index[:, None] >= index, p[:, :, None, :], 0.0), axis=3)
     is_likely = coins < up_to / max(acceptance.threshold_acc, LEAST_ACC)
     accepted = is_child & (is_likely | (p >= acceptance.threshold_single))
-    first = jnp.argmax(accepted, axis=2)
-    drafts = jnp.take_along_axis(tree.draft_tokens, first, axis=1)
+    child = jnp.argmax(accepted, axis=2)
+    drafts = jnp.take_along_axis(tree.draft_tokens, child, axis=1)
     b = jnp.arange(batch, dtype=jnp.int32)[:, None, None]
     t = jnp.arange(rows, dtype=jnp.int32)[None, :, None]
     residual = probs.at[b, t, jnp.where(is_child, ids, vocab_size)].set(0.0, mode="drop")
-    others = _draw_residual(residual, probs, seeds, tree, implementation)
-    return jnp.where(accepted.any(-1), drafts, others)
+    residual_tokens = _draw_residual(residual, probs, seeds, tree, implementation)
+    return jnp.where(accepted.any(-1), drafts, residual_tokens)
 
 
 def draw_coins(seeds: Array, tree: VerifyInput) -> Array:

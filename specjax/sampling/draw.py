@@ -100,11 +100,11 @@ def target_tokens(
         tokens = tokens.reshape(shape)
         tokens = accept_tokens(probs, tokens, tree, sampling, config.acceptance, backend)
         tokens = tokens.reshape(-1)
-    wanted = per_row(num_best(sampling))
+    num_tops = per_row(num_best(sampling))
     if config.processed:
-        values = logprobs_of(flat, tokens, wanted, config, temperatures, thresholds)
+        values = logprobs_of(flat, tokens, num_tops, config, temperatures, thresholds)
     else:
-        values = logprobs_of(logits.reshape(flat.shape), tokens, wanted, config)
+        values = logprobs_of(logits.reshape(flat.shape), tokens, num_tops, config)
     reshaped = (value.reshape(*shape, *value.shape[1:]) for value in values)
     return tokens.reshape(shape), Logprobs(*reshaped)
 
@@ -164,17 +164,17 @@ def draft_tokens(
         )
         best = best.reshape(*shape, 1)
         return _chain_scores(logits, best, config), best
-    kept = kept_logits(flat, temperatures[:, None], thresholds[:, None])
+    filtered = kept_logits(flat, temperatures[:, None], thresholds[:, None])
 
     def perturb() -> Array:
         columns = jnp.arange(flat.shape[1], dtype=jnp.int32) if ids is None else ids
         noise = token_noise(seeds, places, columns)
-        return jnp.where(temperatures[:, None] > 0, kept + noise, kept)
+        return jnp.where(temperatures[:, None] > 0, filtered + noise, filtered)
 
     if config.greedy:
-        noisy = kept
+        noisy = filtered
     elif backend == "xla":
-        noisy = jax.lax.cond(jnp.any(temperatures > 0), perturb, lambda: kept)
+        noisy = jax.lax.cond(jnp.any(temperatures > 0), perturb, lambda: filtered)
     else:
         noisy = perturb()
     values, best = jax.lax.top_k(noisy, topk)
@@ -224,7 +224,7 @@ def num_best(sampling: SamplingTable) -> Array:
 def logprobs_of(
     logits: Array,
     tokens: Array,
-    wanted: Array,
+    num_tops: Array,
     config: SamplingConfig,
     temperatures: Array | float = 1.0,
     thresholds: Array | float = -jnp.inf,
@@ -236,5 +236,5 @@ def logprobs_of(
     )
     limit, implementation = config.max_top_logprobs, config.implementation
     return token_logprobs(
-        logits, tokens, *options, wanted, limit=limit, implementation=implementation
+        logits, tokens, *options, num_tops, limit=limit, implementation=implementation
     )

@@ -23,7 +23,7 @@ OPTIONS = "x-guidance"  # the library's options, at the root of a schema
 LAYOUT = {"whitespace_flexible": False, "key_separator": ": ", "item_separator": ", "}
 NO_TOKEN = "no token may follow"
 # tokens until the end of the reasoning is forced, and whether its first token has not come yet
-Left = tuple[float, bool]
+Budget = tuple[float, bool]
 
 
 class Thinking(NamedTuple):
@@ -55,7 +55,7 @@ class Constraint:
         self._mask: np.ndarray | None = None  # of the text
         self._after, self._start, budget, self._spaces = thinking or Thinking(-1)
         self._is_thinking = thinking is not None
-        self._left: Left = (math.inf if budget is None else budget, self._start is not None)
+        self._budget: Budget = (math.inf if budget is None else budget, self._start is not None)
         self.error = ""  # why the text cannot be continued
 
     def check(self) -> str:
@@ -83,7 +83,7 @@ class Constraint:
         """Add tokens until the grammar is complete or forbids one; return how many were added."""
         for i, token in enumerate(tokens):
             if self._is_thinking:
-                self._left = self._left_after(self._left, token)
+                self._budget = self._budget_after(self._budget, token)
                 self._is_thinking = token != self._after
                 continue
             if self._plain is None:
@@ -97,12 +97,12 @@ class Constraint:
             self._mask = None
         return len(tokens)
 
-    def _left_after(self, left: Left, token: int) -> Left:
-        count, is_before = left
+    def _budget_after(self, budget: Budget, token: int) -> Budget:
+        count, is_before = budget
         if not is_before:
             return count - 1, False
         if token in self._spaces:
-            return left
+            return budget
         return count if token == self._start else math.inf, False  # or the model does not reason
 
     def mask(self) -> np.ndarray:
@@ -130,7 +130,7 @@ class Constraint:
             forced: i32 ``[T, 1 + S]``; the forced tokens, then -1.
             before_node: is called before the work of each node.
         """
-        states: list[Left | Branch | None] = []
+        states: list[Budget | Branch | None] = []
         for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
             before_node()
             state = self._next(states[parent], token) if node else self._root()
@@ -144,12 +144,12 @@ class Constraint:
             else:
                 masks[node] = forced[node] = -1
 
-    def _root(self) -> "Left | Branch | None":
+    def _root(self) -> "Budget | Branch | None":
         if self._is_thinking:
-            return self._left
+            return self._budget
         return None if self._plain is None else Branch([])
 
-    def _next(self, state: "Left | Branch | None", token: int) -> "Left | Branch | None":
+    def _next(self, state: "Budget | Branch | None", token: int) -> "Budget | Branch | None":
         """The state after a draft whose parent has ``state``; ``None`` if nothing limits it."""
         if isinstance(state, Branch):
             path = [*state.path, token]
@@ -162,7 +162,7 @@ class Constraint:
         if token == self._after:
             return None if self._plain is None else Branch([])
         # a draft in place of the forced end is never accepted
-        return None if state == (0, False) else self._left_after(state, token)
+        return None if state == (0, False) else self._budget_after(state, token)
 
     def _fill_branch(self, branch: "Branch", mask: np.ndarray, forced: np.ndarray) -> None:
         forced[:] = -1
@@ -189,8 +189,8 @@ class Constraint:
         """The matcher whose copies follow drafts, after the tokens of the text."""
         if self._drafter is None:
             self._drafter = self._make()
-        new = self._text[self._num_drafter :]
-        if self._drafter.try_consume_tokens(new) < len(new):
+        tokens = self._text[self._num_drafter :]
+        if self._drafter.try_consume_tokens(tokens) < len(tokens):
             self._drafter = self._replay([])
         self._num_drafter = len(self._text)
         return self._drafter

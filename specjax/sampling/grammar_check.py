@@ -33,12 +33,12 @@ def while_waiting() -> Iterator[None]:
 
     If the block ends before a grammar is checked, the work on it ends too.
     """
-    left = threading.Event()
-    token = _caller_left.set(left)
+    caller_left = threading.Event()
+    token = _caller_left.set(caller_left)
     try:
         yield
     finally:
-        left.set()
+        caller_left.set()
         _caller_left.reset(token)
 
 
@@ -124,6 +124,6 @@ class Grammars:
 
 
 def _check_caller() -> None:
-    left = _caller_left.get()
-    if left is not None and left.is_set():
+    caller_left = _caller_left.get()
+    if caller_left is not None and caller_left.is_set():
         raise CallerLeftError

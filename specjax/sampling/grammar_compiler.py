@@ -103,19 +103,19 @@ class GrammarCompiler:
         of which one starts each ``begin``.
         """
         tags, is_special = [], False
-        for one in value["structures"]:
-            begin = one["begin"]
+        for tag in value["structures"]:
+            begin = tag["begin"]
             trigger = next((start for start in value["triggers"] if begin.startswith(start)), None)
             if trigger is None:
                 raise ValueError(f"no trigger in {value['triggers']} starts begin={begin!r}")
             ids = self._tokens.tokenize_str(trigger, parse_special=True)
             if len(ids) == 1 and self._tokens.is_special_token(ids[0]):
                 # the library knows special tokens by angle brackets
-                is_special, rest, trigger = True, begin[len(trigger) :], f"<[{ids[0]}]>"
-                begin = trigger + rest
-            schema = _schema(True if one.get("schema") is None else one["schema"], self._json)
+                is_special, suffix, trigger = True, begin[len(trigger) :], f"<[{ids[0]}]>"
+                begin = trigger + suffix
+            schema = _schema(True if tag.get("schema") is None else tag["schema"], self._json)
             tags.append(
-                llguidance.StructTag(trigger=trigger, begin=begin, grammar=schema, end=one["end"])
+                llguidance.StructTag(trigger=trigger, begin=begin, grammar=schema, end=tag["end"])
             )
         return str(llguidance.StructTag.to_grammar(tags, assume_special=is_special))
 
@@ -151,7 +151,7 @@ def _schema(schema: Any, options: Mapping[str, Any]) -> dict[str, Any]:
 
 def _check_numbers(schema: Any) -> None:
     """Refuse large values of ``multipleOf``, joined ones too, and low numbers."""
-    found, is_joined = [1], False
+    factors, is_joined = [1], False
 
     def visit(value: Any) -> None:
         nonlocal is_joined
@@ -159,7 +159,7 @@ def _check_numbers(schema: Any) -> None:
             is_joined |= not value.keys().isdisjoint(JOINING)
             multiple = value.get("multipleOf")
             if isinstance(multiple, int | float) and math.isfinite(multiple):
-                found.append(abs(Fraction(str(multiple)).numerator))
+                factors.append(abs(Fraction(str(multiple)).numerator))
             value = list(value.values())
         elif isinstance(value, int | float) and value <= MIN_INTEGER + 512:
             message = f"{value} is not supported; numbers must be above {MIN_INTEGER} + 512"
@@ -168,5 +168,5 @@ def _check_numbers(schema: Any) -> None:
             visit(item)
 
     visit(schema)
-    if (most := math.lcm(*found) if is_joined else max(found)) > MAX_MULTIPLE:
+    if (most := math.lcm(*factors) if is_joined else max(factors)) > MAX_MULTIPLE:
         raise ValueError(f"multipleOf of {most} is not supported; the limit is {MAX_MULTIPLE}")

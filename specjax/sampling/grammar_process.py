@@ -160,12 +160,12 @@ class GrammarProcesses:
             if self.is_closed:
                 return None
             failure = "" if self._is_starting else self._failure
-            for each in self._idle.copy():
-                if each.has_answer():  # they only end
-                    self._idle.remove(each)
-                    each.end()
-            while len(self._idle) <= NUM_IDLE and (new := self._fork()) is not None:
-                self._idle.append(new)
+            for idle in self._idle.copy():
+                if idle.has_answer():  # they only end
+                    self._idle.remove(idle)
+                    idle.end()
+            while len(self._idle) <= NUM_IDLE and (forked := self._fork()) is not None:
+                self._idle.append(forked)
             process = self._idle.pop(0) if self._idle else None
         if process is not None:
             process.send(json.dumps(job | {"region": process.region}).encode())

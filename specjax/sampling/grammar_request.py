@@ -32,11 +32,11 @@ class Grammar:
     processes: GrammarProcesses
     job: dict[str, Any]
     mask: np.ndarray | None
-    first: "RequestGrammar | None" = None  # it has the process of the check
+    checked: "RequestGrammar | None" = None  # it has the process of the check
 
     def request(self) -> "RequestGrammar":
         """The grammar of a new request."""
-        request, self.first = self.first, None
+        request, self.checked = self.checked, None
         if request is None:
             request = RequestGrammar(self.processes, self.job, self.mask)
             if self.processes.has_room and not self.job["niceness"]:
@@ -159,7 +159,7 @@ def await_answers(grammars: Collection[RequestGrammar], seconds: float | None = 
     Default: within ``PATIENCE``, but slow grammars are not awaited.
     """
     deadline = time.monotonic() + (PATIENCE if seconds is None else seconds)
-    busy = [each for each in grammars if each.is_busy]
-    for each in sorted(busy, key=lambda grammar: grammar.is_slow):
-        is_awaited = seconds is not None or not each.is_slow
-        each.receive(deadline - time.monotonic() if is_awaited else 0.0)
+    busy = [grammar for grammar in grammars if grammar.is_busy]
+    for grammar in sorted(busy, key=lambda grammar: grammar.is_slow):
+        is_awaited = seconds is not None or not grammar.is_slow
+        grammar.receive(deadline - time.monotonic() if is_awaited else 0.0)

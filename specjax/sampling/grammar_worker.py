@@ -118,8 +118,8 @@ class Follower:
         try:
             count = constraint.advance(tokens)
             if count == num_tokens and not constraint.is_complete:
-                each = partial(_limit_time, STEP_SECONDS)
-                constraint.fill(nodes, parents, self._masks, self._forced, each)
+                limit = partial(_limit_time, STEP_SECONDS)
+                constraint.fill(nodes, parents, self._masks, self._forced, limit)
         except Exception as fault:  # of the library
             constraint.error = repr(fault)
         _limit_time(0)

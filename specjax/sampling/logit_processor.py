@@ -201,7 +201,7 @@ def needs_history(params: SamplingParams) -> bool:
 
 def abstract_states(num_slots: int, vocab_size: int) -> tuple[Any, ...]:
     """Shapes and dtypes of the states of all processors, by request slot."""
-    return tuple(each.abstract_state(num_slots, vocab_size) for each in PROCESSORS)
+    return tuple(processor.abstract_state(num_slots, vocab_size) for processor in PROCESSORS)
 
 
 def adjust_logits(
@@ -219,5 +219,5 @@ def advance_states(states: tuple[Any, ...], slots: Array, new: NewTokens) -> tup
     if not jax.tree.leaves(states):
         return states
     rows = jax.tree.map(lambda leaf: leaf[slots], states)
-    rows = tuple(each.advance(row, new) for each, row in zip(PROCESSORS, rows, strict=True))
+    rows = tuple(x.advance(row, new) for x, row in zip(PROCESSORS, rows, strict=True))
     return jax.tree.map(lambda leaf, row: leaf.at[slots].set(row), states, rows)

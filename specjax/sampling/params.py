@@ -164,8 +164,8 @@ class SamplingParams:
             raise refused("logit_bias", bias, "must not contain a token twice")
 
     def _copy_grammars(self) -> None:
-        given = [name for name in GRAMMARS if getattr(self, name) is not None]
-        for name in given:
+        grammars = [name for name in GRAMMARS if getattr(self, name) is not None]
+        for name in grammars:
             value = getattr(self, name)
             kinds = {"json_schema": Mapping | bool, "structural_tag": Mapping}.get(name, ())
             if isinstance(value, kinds):
@@ -175,10 +175,10 @@ class SamplingParams:
                     raise refused(name, value, f"must be JSON: {error}") from error
             elif not isinstance(value, str):
                 raise refused(name, value, "must be a string")
-        if len(given) > 1:
-            raise ParameterError(f"give at most one of {given}", param=given[1])
-        if given and self.min_new_tokens:
-            demand = f"must be 0 with {given[0]}, which decides where the text may end"
+        if len(grammars) > 1:
+            raise ParameterError(f"give at most one of {grammars}", param=grammars[1])
+        if grammars and self.min_new_tokens:
+            demand = f"must be 0 with {grammars[0]}, which decides where the text may end"
             raise refused("min_new_tokens", self.min_new_tokens, demand, 0)
 
     @property

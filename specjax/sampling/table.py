@@ -112,21 +112,21 @@ class HostTables:
         # by input, the slots whose copy on the device is out of date; at first, all of them
         self.stale: defaultdict[str, set[int]] = defaultdict(lambda: set(range(num_slots)))
 
-    def set_pages(self, slot: int, pages: Sequence[int], first: int) -> None:
-        self._write(self.page_table[slot], pages, first)
+    def set_pages(self, slot: int, pages: Sequence[int], start: int) -> None:
+        self._write(self.page_table[slot], pages, start)
         if self.window_table is not None:
-            self.window_table[slot, first:] = 0
+            self.window_table[slot, start:] = 0
         self.stale["pages"].add(slot)
 
-    def set_window_pages(self, slot: int, pages: Sequence[int], first: int) -> None:
+    def set_window_pages(self, slot: int, pages: Sequence[int], start: int) -> None:
         assert self.window_table is not None
-        self._write(self.window_table[slot], pages, first)
+        self._write(self.window_table[slot], pages, start)
         self.stale["pages"].add(slot)
 
     @staticmethod
-    def _write(row: np.ndarray, pages: Sequence[int], first: int) -> None:
-        row[first : first + len(pages)] = pages
-        row[first + len(pages) :] = 0
+    def _write(row: np.ndarray, pages: Sequence[int], start: int) -> None:
+        row[start : start + len(pages)] = pages
+        row[start + len(pages) :] = 0
 
     def clear(self, slot: int) -> None:
         """Make a slot equal to padding slot 0.
@@ -178,11 +178,11 @@ class HostTables:
         row["prompt_lens"] = prompt_len
         row["speculates"] = params.speculative
         row["acceptances"] = params.simulate_acceptance or 0.0
-        for processor in (used := used_by(params)):
+        for processor in (processors := used_by(params)):
             processor.fill(row, params)
-        row["is_adjusted"] = bool(used)
+        row["is_adjusted"] = bool(processors)
         is_quiet = top_logprobs is None and not hidden_states
-        self.is_greedy[slot] = params.is_greedy and not used and is_quiet
+        self.is_greedy[slot] = params.is_greedy and not processors and is_quiet
         self.wants_hidden_states[slot] = hidden_states
         self.stale["sampling"].add(slot)
 

@@ -69,8 +69,8 @@ class Output:
 
     def is_over(self, job: Job) -> bool:
         """Whether the job is finished."""
-        left = job.params.max_new_tokens - len(job.done)
-        return len(self.tokens) >= left or bool(set(self.tokens[-1:]) & set(job.ends))
+        max_tokens = job.params.max_new_tokens - len(job.done)
+        return len(self.tokens) >= max_tokens or bool(set(self.tokens[-1:]) & set(job.ends))
 
 
 @cache
@@ -117,11 +117,11 @@ def dense_decode(
         if not params.is_greedy:
             logits = logits / params.temperature
             top_k = len(raw) if params.top_k == -1 else params.top_k
-            kept, _ = kept_by_sorting(logits, top_k, params.top_p, params.min_p)
+            eligible, _ = kept_by_sorting(logits, top_k, params.top_p, params.min_p)
             seed = np.array([[job.seed >> 32, job.seed & 0xFFFFFFFF]], np.uint32)
             noise = position_noise(jnp.asarray(seed), jnp.array([len(ids)]), len(raw))
             logits = logits + np.asarray(noise)[0]
-            logits[list(set(range(len(raw))) - kept)] = -np.inf
+            logits[list(set(range(len(raw))) - eligible)] = -np.inf
         token = int(np.argmax(logits))
         output.tokens.append(token)
         if job.top_logprobs is not None:
@@ -165,14 +165,14 @@ def kept_by_sorting(
     Also return the smallest distance of a share from its limit: near 0, rounding may decide.
     """
     logits = np.asarray(logits, np.float64)
-    kept = logits >= np.sort(logits)[::-1][min(top_k, len(logits)) - 1]
-    weights = np.where(kept, np.exp(logits - logits.max()), 0.0)
+    mask = logits >= np.sort(logits)[::-1][min(top_k, len(logits)) - 1]
+    weights = np.where(mask, np.exp(logits - logits.max()), 0.0)
     gaps = [np.inf]
     if top_p < 1:
-        mass = {v: weights[logits >= v].sum() / weights.sum() for v in set(logits[kept])}
-        kept &= logits >= max((v for v, share in mass.items() if share >= top_p), default=-np.inf)
+        mass = {v: weights[logits >= v].sum() / weights.sum() for v in set(logits[mask])}
+        mask &= logits >= max((v for v, share in mass.items() if share >= top_p), default=-np.inf)
         gaps += [abs(share - top_p) for share in mass.values()]
     if min_p > 0:
         gaps += list(np.abs(weights - min_p))
-    kept &= weights >= min_p
-    return set(np.flatnonzero(kept & (logits > -np.inf)).tolist()), min(gaps)
+    mask &= weights >= min_p
+    return set(np.flatnonzero(mask & (logits > -np.inf)).tolist()), min(gaps)

@@ -106,10 +106,10 @@ def copying_head(config: DraftConfig, target: Mapping[str, np.ndarray]) -> Named
     named |= {"attention.qkv.kernel": qkv, "attention.output.kernel": output}
     named["fc.kernel"] = np.zeros_like(named["fc.kernel"])
     named["mlp.down.kernel"] = np.zeros_like(named["mlp.down.kernel"])
-    # the head has the tokens that the unperturbed chain writes, then others up to its size
+    # the head has the tokens that the unperturbed chain writes, then other ids up to its size
     written = np.unique(np.argmax(target["embedding.table"] @ target["lm_head.kernel"], axis=1))
-    others = np.setdiff1d(np.arange(config.vocab_size), written)
-    ids = np.sort(np.concatenate([written, others])[: config.draft_vocab_size])
+    other_ids = np.setdiff1d(np.arange(config.vocab_size), written)
+    ids = np.sort(np.concatenate([written, other_ids])[: config.draft_vocab_size])
     named["d2t"] = (ids - np.arange(len(ids))).astype(np.int32)
     named["lm_head.kernel"] = target["lm_head.kernel"][:, ids]
     return named

@@ -26,9 +26,9 @@ class Answer:
     def events(self) -> list[Any]:
         """Return the events of a stream and check that it ends with ``[DONE]``."""
         assert self.headers["content-type"].startswith("text/event-stream")
-        *found, last, nothing = self.body.decode().split("\n\n")
+        *chunks, last, nothing = self.body.decode().split("\n\n")
         assert (last, nothing) == ("data: [DONE]", "")
-        return [json.loads(event.removeprefix("data: ")) for event in found]
+        return [json.loads(event.removeprefix("data: ")) for event in chunks]
 
     @property
     def error(self) -> dict[str, Any]:
