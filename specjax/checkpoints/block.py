@@ -92,9 +92,9 @@ class BlockCheckpoint(Checkpoint[BlockConfig]):
             copies["lm_head.weight"] = target["lm_head.kernel"][:, ::STEP].T
         elif "lm_head.kernel.values" in target:
             del copies["lm_head.weight"]  # it was quantised, so it differs
-        for name, own in copies.items():
-            one = np.asarray(source.read(name)[::STEP] if name in source.infos else own, np.float32)
-            if one.shape == own.shape and abs(one - own).sum() > MAX_DIFFERENCE * abs(one).sum():
+        for name, ref in copies.items():
+            raw = np.asarray(source.read(name)[::STEP] if name in source.infos else ref, np.float32)
+            if raw.shape == ref.shape and abs(raw - ref).sum() > MAX_DIFFERENCE * abs(raw).sum():
                 text = "%r in %s differs from the target's, which is used: drafts may be rejected"
                 logger.warning(text, name, source.infos[name].path)
 
@@ -151,7 +151,7 @@ class _File:
         for place in reversed(self.places):
             stated |= {key: value for key, value in place.values.items() if value is not None}
         values = {**(DEFAULTS["qwen3"] if self.kind else {}), **stated}
-        self.body = ReadFields(values, self.path, self.top.seen)
+        self.body = ReadFields(values, self.path, self.top.keys)
         stored = source.infos.get("markov_head.markov_w1.weight")
         rank = next(reversed(stored.shape), 0) if stored else 0
         self.markov_rank: int = self.get("markov_rank", Size, rank)
@@ -164,9 +164,9 @@ class _File:
     def has(self, tensor: str) -> bool:
         return tensor in self.source.infos
 
-    def refused(self, what: str) -> ValueError:
+    def refused(self, feature: str) -> ValueError:
         supported = "DFlash, DSpark and, with speculative_algorithm='EAGLE3', P-EAGLE"
-        return ValueError(f"{self.path}: {what} is not supported; supported: {supported}")
+        return ValueError(f"{self.path}: {feature} is not supported; supported: {supported}")
 
 
 def block_format(file: _File) -> str:
@@ -175,15 +175,15 @@ def block_format(file: _File) -> str:
     projector = file.get("projector_type", str, "")
     keys = (key for place in file.places for key, value in place.values.items() if value)
     marks = {*names, file.kind, projector, *keys}
-    found = [name for name, own in _REFUSED.items() if not marks.isdisjoint(own.split())]
+    formats = [name for name, words in _REFUSED.items() if not marks.isdisjoint(words.split())]
     if file.kind == "peagle" or "PEagleDraftModel" in names or file.has("mask_hidden"):
         raise ValueError(
             f"{file.path} is a P-EAGLE head; set speculative_algorithm='EAGLE3' to draft with it"
         )
     if "pard_token" in file.top and not file.has("fc.weight"):
-        found.append("PARD")
-    if found:
-        raise file.refused(f"the format {found[0]}")
+        formats.append("PARD")
+    if formats:
+        raise file.refused(f"the format {formats[0]}")
     if file.kind is not None:
         if file.kind not in _SPECULATORS:
             raise file.refused(f"speculators_model_type={file.kind!r}")
@@ -248,8 +248,8 @@ def block_config(directory: Path, source: TensorSource, target: TargetCheckpoint
     }
     values["has_own_lm_head"] = values["draft_vocab_size"] != model.vocab_size
     values |= _heads(file, hidden_size)
-    seen = file.top.seen - {"partial_rotary_factor"}  # keys of the context are not reordered
-    refuse_unread(file.places, seen, sizes["head_dim"], of_draft=True)
+    keys = file.top.keys - {"partial_rotary_factor"}  # keys of the context are not reordered
+    refuse_unread(file.places, keys, sizes["head_dim"], of_draft=True)
     return file.top.build(BlockConfig, values)
 
 
@@ -272,16 +272,16 @@ def _layout(file: _File, kind: str) -> tuple[bool, int]:
             )
         stated = drafts == size
     anchor_first = kind not in (DFLASH, DFLASH_SPECULATORS) if stated is None else stated
-    found = size if anchor_first else size - 1
-    if drafts is not None and drafts > found:
+    max_drafts = size if anchor_first else size - 1
+    if drafts is not None and drafts > max_drafts:
         raise ValueError(
-            f"{file.path}: speculative_tokens={drafts} exceeds the {found} drafts of "
+            f"{file.path}: speculative_tokens={drafts} exceeds the {max_drafts} drafts of "
             f"block_size={size} with sample_from_anchor={str(anchor_first).lower()}; correct "
             "sample_from_anchor or block_size in this file"
         )
     limits = {"at_least": 2 - anchor_first, "at_most": MAX_STEPS + 1 - anchor_first}
     file.top.build(check_integer, {"name": "block_size", "value": size, **limits})
-    return anchor_first, found
+    return anchor_first, max_drafts
 
 
 def _attention(file: _File, num_layers: int) -> tuple[tuple[int, ...], tuple[bool, ...]]:
@@ -306,9 +306,9 @@ def _feature_layers(file: _File, num_layers: int, target: TargetCheckpoint) -> t
     # (key, number of the first layer); files from speculators prefer keys that count from 1
     keys = [("target_layer_ids", 0)]
     counted = [(key, 1) for key in ("aux_hidden_state_layer_ids", _EAGLE_IDS)]
-    for key, first in counted + keys if file.kind else keys + counted:
+    for key, start in counted + keys if file.kind else keys + counted:
         if not layers and (ids := file.get(key, list[int], [])):
-            layers = tuple(i - first for i in ids)
+            layers = tuple(i - start for i in ids)
     if not layers and num_layers == 1:
         layers = (count // 2,)
     elif not layers and count < 4:
@@ -316,8 +316,8 @@ def _feature_layers(file: _File, num_layers: int, target: TargetCheckpoint) -> t
         raise file.top.wrong("target_layer_ids", demand)
     elif not layers:
         layers = tuple(round(1 + i * (count - 4) / (num_layers - 1)) for i in range(num_layers))
-    shown, size = f"feature layers {list(layers)}", target.config.hidden_size
-    check_feature_layers(file.path, layers, shown, target.config, first=-1)
+    wording, size = f"feature layers {list(layers)}", target.config.hidden_size
+    check_feature_layers(file.path, layers, wording, target.config, start=-1)
     meaning = f"{len(layers)} features of the target's hidden_size={size}"
     check_fc(file.source, len(layers) * size, meaning)
     return layers
@@ -325,19 +325,19 @@ def _feature_layers(file: _File, num_layers: int, target: TargetCheckpoint) -> t
 
 def _mask_token(file: _File, target: TargetCheckpoint) -> int:
     for key in MASK_KEYS:
-        if (found := file.get(key, Size, None)) is not None:
-            return int(found)
+        if (token_id := file.get(key, Size, None)) is not None:
+            return int(token_id)
     token = file.get("mask_token", str, "<|MASK|>")
     try:
-        found = target.load_tokenizer().backend.token_to_id(token)
+        token_id = target.load_tokenizer().backend.token_to_id(token)
     except ValueError:
-        found = None
-    if found is None:
+        token_id = None
+    if token_id is None:
         raise ValueError(
             f"{file.path} has none of {list(MASK_KEYS)}, and the target's tokenizer has no token "
             f"{token!r}; set mask_token_id in this file"
         )
-    return int(found)
+    return int(token_id)
 
 
 def _heads(file: _File, hidden_size: int) -> dict[str, Any]:

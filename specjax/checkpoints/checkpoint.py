@@ -74,9 +74,9 @@ class Checkpoint(Generic[C]):
         # the largest first, so that no thread still loads a large one when the others are idle
         by_size = sorted(recipes, key=lambda name: -math.prod(recipes[name].shape))
         with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
-            made = pool.map(make, (recipes[name] for name in by_size))
-            found = dict(zip(by_size, made, strict=True))
-        return {name: found[name] for name in recipes}
+            loaded = pool.map(make, (recipes[name] for name in by_size))
+            weights = dict(zip(by_size, loaded, strict=True))
+        return {name: weights[name] for name in recipes}
 
     @cached_property
     def recipes(self) -> Recipes:
@@ -96,19 +96,19 @@ class Checkpoint(Generic[C]):
     def _checked_recipes(self, source: TensorSource) -> Recipes:
         """Return the recipe of each weight after checking the tensors of ``source``."""
         infos, recipes = source.infos, self.recipes
-        parts = {p.name: (p, r) for r in recipes.values() for p in r.parts}
-        if missing := [part for part, _ in parts.values() if part.name not in infos]:
-            shown = [f"{part.name!r} {part.shape}" for part in missing]
+        tensors = {p.name: (p, r) for r in recipes.values() for p in r.parts}
+        if missing := [tensor for tensor, _ in tensors.values() if tensor.name not in infos]:
+            lines = [f"{tensor.name!r} {tensor.shape}" for tensor in missing]
             raise ValueError(
                 f"{source.path} lacks {len(missing)} tensor(s) that its configuration requires: "
-                f"{_listed(shown)}"
+                f"{_listed(lines)}"
             )
-        for name, (part, recipe) in parts.items():
+        for name, (tensor, recipe) in tensors.items():
             info = infos[name]
-            if info.shape != part.shape:
+            if info.shape != tensor.shape:
                 raise ValueError(
                     f"tensor {name!r} in {info.path} has shape {info.shape}, but the configuration "
-                    f"requires {part.shape}"
+                    f"requires {tensor.shape}"
                 )
             if info.dtype not in FLOATS and recipe.dtype not in ("int32", info.dtype):
                 raise ValueError(
@@ -117,18 +117,18 @@ class Checkpoint(Generic[C]):
                 )
         # frequencies, which the configuration has, in a module of the model
         modules: set[str] = {
-            name[: at + 1] for name in parts for at, x in enumerate(name) if x == "."
+            name[: at + 1] for name in tensors for at, x in enumerate(name) if x == "."
         }
-        known = {f"{module}rotary_emb.inv_freq" for module in ("", *modules)} | parts.keys()
-        if unknown := {n for n in infos.keys() - known if not self.is_ignored(n)}:
-            shown = [f"{n!r} {infos[n].shape} in {infos[n].path}" for n in sorted(unknown)]
+        used_names = {f"{module}rotary_emb.inv_freq" for module in ("", *modules)} | tensors.keys()
+        if unknown := {n for n in infos.keys() - used_names if not self.is_ignored(n)}:
+            lines = [f"{n!r} {infos[n].shape} in {infos[n].path}" for n in sorted(unknown)]
             raise ValueError(
                 f"{source.path} has {len(unknown)} tensors that the model does not use: "
-                f"{_listed(shown)}; it may be of another architecture"
+                f"{_listed(lines)}; it may be of another architecture"
             )
         self.check_values(source)
         return recipes
 
 
-def _listed(shown: list[str]) -> str:
-    return ", ".join([*shown[:5], *(["..."] if len(shown) > 5 else [])])
+def _listed(lines: list[str]) -> str:
+    return ", ".join([*lines[:5], *(["..."] if len(lines) > 5 else [])])

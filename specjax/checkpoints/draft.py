@@ -72,13 +72,13 @@ def canonical_source(
     for name in sorted(source.infos):
         canonical = rename(name)
         if canonical in stored:
-            both = f"{stored[canonical]!r} and {name!r}"
-            raise ValueError(f"{source.path} stores one tensor under two names: {both}")
+            names = f"{stored[canonical]!r} and {name!r}"
+            raise ValueError(f"{source.path} stores one tensor under two names: {names}")
         stored[canonical] = name
     infos = {canonical: source.infos[name] for canonical, name in stored.items()}
     if {"hidden_norm.weight", "mask_hidden"} <= infos.keys():
-        both = "'hidden_norm.weight' (a block drafter) and 'mask_hidden' (a P-EAGLE head)"
-        raise ValueError(f"{source.path} has both {both}; use another draft")
+        names = "'hidden_norm.weight' (a block drafter) and 'mask_hidden' (a P-EAGLE head)"
+        raise ValueError(f"{source.path} has both {names}; use another draft")
     return TensorSource(source.path, infos, lambda name: source.read(stored[name]))
 
 
@@ -146,10 +146,10 @@ def open_draft(
             "head, else 'DFLASH'"
         )
     config = draft_config(path, source, target.config)
-    if checkpoint_format not in (None, found := config.checkpoint_format):
+    if checkpoint_format not in (None, kind := config.checkpoint_format):
         raise ValueError(
-            f"{path} is an {found} head, but speculative_algorithm drafts with {checkpoint_format} "
-            f"heads; set speculative_algorithm={'EAGLE3' if found == 'eagle-3' else 'EAGLE'!r}"
+            f"{path} is an {kind} head, but speculative_algorithm drafts with {checkpoint_format} "
+            f"heads; set speculative_algorithm={'EAGLE3' if kind == 'eagle-3' else 'EAGLE'!r}"
         )
     if rope_theta is not None:
         config = dataclasses.replace(config, rope_theta=rope_theta)
@@ -196,10 +196,10 @@ def _check_same_tokens(draft: TargetCheckpoint, target: TargetCheckpoint) -> Non
     ours, theirs = _tokens(draft), _tokens(target)
     differing = sorted(i for i in ours.keys() & theirs.keys() if ours[i] != theirs[i])
     if differing:
-        one = differing[0]
+        i = differing[0]
         raise ValueError(
             f"the tokenizers of draft={draft.name!r} and model={target.name!r} differ in "
-            f"{len(differing)} ids: id {one} is {ours[one]!r} in the draft and {theirs[one]!r} in "
+            f"{len(differing)} ids: id {i} is {ours[i]!r} in the draft and {theirs[i]!r} in "
             "the target; a draft model needs the target's vocabulary"
         )
 
@@ -283,8 +283,8 @@ def open_mtp(
     windows, ropes = (values[:1] * num_modules for values in (model.windows, model.layer_ropes))
     if (format := model.quantization) is not None:
         is_plain = all(source.infos[name].dtype in FLOATS for name in names)
-        own = None if is_plain else dataclasses.replace(format, plain=())
-        model = dataclasses.replace(model, quantization=own)
+        stored_format = None if is_plain else dataclasses.replace(format, plain=())
+        model = dataclasses.replace(model, quantization=stored_format)
     sizes: Any = {"num_layers": num_modules, "windows": windows, "layer_ropes": ropes}
     config = dataclasses.replace(model, rope_theta=theta, kv_exponents=(), **sizes)
     return MtpCheckpoint(config, path, lambda: source)
@@ -292,5 +292,5 @@ def open_mtp(
 
 def _module_of(name: str) -> int | None:
     """Return the index of the module that a tensor belongs to; ``None`` for other tensors."""
-    found = re.match(re.escape(MTP_PREFIX) + r"(\d+)\.", name)
-    return int(found[1]) if found else None
+    match = re.match(re.escape(MTP_PREFIX) + r"(\d+)\.", name)
+    return int(match[1]) if match else None

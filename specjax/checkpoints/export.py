@@ -147,10 +147,10 @@ def write_zeros(directory: Path, config: DraftConfig | BlockConfig) -> None:
     """Write a draft whose weights are all zero, in a sparse file that takes no space on disk."""
     recipes, text = _published_draft(directory, config)
     header, end = {}, 0
-    for part in (part for recipe in recipes.values() for part in recipe.parts):
-        start, end = end, end + 2 * math.prod(part.shape)
-        kind = "I16" if part.name == "d2t" else "BF16"
-        header[part.name] = {"dtype": kind, "shape": part.shape, "data_offsets": (start, end)}
+    for tensor in (x for recipe in recipes.values() for x in recipe.parts):
+        start, end = end, end + 2 * math.prod(tensor.shape)
+        kind = "I16" if tensor.name == "d2t" else "BF16"
+        header[tensor.name] = {"dtype": kind, "shape": tensor.shape, "data_offsets": (start, end)}
     described = json.dumps(header).encode()
     described += b" " * (-len(described) % 8)
     (directory / "config.json").write_text(text, encoding="utf-8")
@@ -186,17 +186,17 @@ def _check_read_back(
     with TemporaryDirectory() as folder:
         path, is_block = Path(folder), isinstance(config, BlockConfig)
         (path / "config.json").write_text(text, encoding="utf-8")
-        parts = [part for recipe in recipes.values() for part in recipe.parts]
-        infos = {part.name: TensorInfo(part.shape, path, config.dtype) for part in parts}
+        stored = [tensor for recipe in recipes.values() for tensor in recipe.parts]
+        infos = {tensor.name: TensorInfo(tensor.shape, path, config.dtype) for tensor in stored}
         source = TensorSource(path, infos, lambda name: np.empty(infos[name].shape))
         try:
             read, model = (block_config, pair) if is_block else (draft_config, target)
-            found: Any = read(path, source, model)
+            read_back: Any = read(path, source, model)
         except ValueError as error:
             error.args = (str(error).replace(folder, str(output)),)
             raise
     for name, value in vars(config).items():
-        if name != "checkpoint_format" and (other := getattr(found, name)) != value:
+        if name != "checkpoint_format" and (other := getattr(read_back, name)) != value:
             raise ValueError(f"cannot export {name}={value!r}: it would be read back as {other!r}")
 
 
@@ -283,13 +283,13 @@ def published_tensors(
             raise ValueError(
                 f"weight {name!r} has shape {array.shape}, but the head needs {recipe.shape}"
             )
-        ends = np.cumsum([part.shape[0] for part in recipe.parts])
+        ends = np.cumsum([tensor.shape[0] for tensor in recipe.parts])
         stripes = np.split(array.T if recipe.transpose else array, ends[:-1])
-        for part, stripe in zip(recipe.parts, stripes, strict=True):
-            if part.rows is not None:
-                stripe = stripe[np.argsort(part.rows)]
+        for tensor, stripe in zip(recipe.parts, stripes, strict=True):
+            if tensor.rows is not None:
+                stripe = stripe[np.argsort(tensor.rows)]
             # safetensors writes the buffer in its memory order
-            tensors[part.name] = np.ascontiguousarray(stripe)
+            tensors[tensor.name] = np.ascontiguousarray(stripe)
     if "d2t" in tensors:
         offsets = tensors["d2t"] = tensors["d2t"].astype(np.int64)
         chosen = np.zeros(config.vocab_size, bool)

@@ -35,16 +35,16 @@ _DTYPES = {name: name for name in DTYPES} | {"float16": "bfloat16", "float64": "
 
 def huggingface_config(directory: Path, dtype: str) -> ModelConfig:
     """Read ``config.json`` and the other JSON files of a directory."""
-    whole = Fields.read(directory / "config.json")
-    config, model_type = whole, whole.get("model_type", str, None)
+    top = Fields.read(directory / "config.json")
+    config, model_type = top, top.get("model_type", str, None)
     is_wrapped = model_type in WRAPPERS
     if is_wrapped:
-        config = whole.fields("text_config")
+        config = top.fields("text_config")
         model_type = config.get("model_type", str, WRAPPERS[model_type])
     if model_type not in FAMILIES:
         raise config.wrong("model_type", refusal(model_type))
     family = FAMILIES[model_type]
-    named = whole.get("architectures", list[str], [])
+    named = top.get("architectures", list[str], [])
     if named and not is_wrapped and family.architecture not in named:
         demand = f"is not supported for model_type={model_type!r}; supported: {family.architecture}"
         raise config.wrong("architectures", demand)
@@ -55,22 +55,22 @@ def huggingface_config(directory: Path, dtype: str) -> ModelConfig:
         "vocab_size": config.get("vocab_size", PositiveSize),
         "num_layers": config.get("num_hidden_layers", Count),
         "max_position_embeddings": config.get("max_position_embeddings", PositiveSize),
-        "dtype": _resolve_dtype(whole, directory) if dtype == "auto" else dtype,
+        "dtype": _resolve_dtype(top, directory) if dtype == "auto" else dtype,
         "tie_word_embeddings": config.get("tie_word_embeddings", Flag, False),
-        "eos_token_ids": _eos_token_ids([whole, config], directory),
-        "bos_token_id": next(iter(whole.ids("bos_token_id") or config.ids("bos_token_id")), None),
+        "eos_token_ids": _eos_token_ids([top, config], directory),
+        "bos_token_id": next(iter(top.ids("bos_token_id") or config.ids("bos_token_id")), None),
     }
     source = cache(partial(open_text, directory))  # of large models, it reads many files
-    if "quantization_config" in whole:
-        values["quantization"] = read_quantization(whole)
-        _report_unmatched(whole.fields("quantization_config"), source())
+    if "quantization_config" in top:
+        values["quantization"] = read_quantization(top)
+        _report_unmatched(top.fields("quantization_config"), source())
     if values.get("quantization") is not None:
         values["kv_exponents"] = read_kv_exponents(source(), values["num_layers"])
     if is_wrapped:  # their settings for the text model are often absent or wrong
         heads = {"lm_head.weight", f"lm_head.weight{PACKED}"}
         values["tie_word_embeddings"] = heads.isdisjoint(source().infos)
     values |= family.read(config)
-    refuse_unread([config], config.seen, values["head_dim"], of_draft=False)
+    refuse_unread([config], config.keys, values["head_dim"], of_draft=False)
     return with_plain(config.build(family.config, values), source)
 
 
@@ -78,9 +78,9 @@ def _report_unmatched(stated: Fields, source: TensorSource) -> None:
     """Warn of modules that are whole by name, but not in the file; patterns are not compared."""
     stored = "".join(f".{name}." for name in source.infos)
     # tied output heads are not stored, and tensors of images are not opened
-    others = re.compile(rf"re:|(.*\.)?lm_head\.$|{OF_IMAGES.pattern}")
+    ignored = re.compile(rf"re:|(.*\.)?lm_head\.$|{OF_IMAGES.pattern}")
     for key in ("ignore", "modules_to_not_convert"):
-        names = [x for x in stated.get(key, list[str], []) if not others.match(f"{x}.")]
+        names = [x for x in stated.get(key, list[str], []) if not ignored.match(f"{x}.")]
         if absent := [name for name in names if f".{text_name(name)}." not in stored]:
             text = "%s: %s names modules that the file lacks: %s"
             logger.warning(text, stated.where, key, short(absent))
@@ -149,7 +149,7 @@ def _resolve_dtype(config: Fields, directory: Path) -> str:
 def _eos_token_ids(configs: list[Fields], directory: Path) -> tuple[int, ...]:
     """Return the end tokens from generation_config.json, config.json and the tokenizer."""
     generation = Fields.read_if_there(directory / "generation_config.json")
-    ids = [i for one in (generation, *configs) for i in one.ids("eos_token_id")]
+    ids = [i for fields in (generation, *configs) for i in fields.ids("eos_token_id")]
     return unique_ids([*ids, find_eos_token_id(directory)])
 
 
@@ -190,7 +190,7 @@ def draft_config(directory: Path, source: TensorSource, target: ModelConfig) -> 
     windows = draft_windows(head.layer, values["num_layers"])[1]
     values["windows"] = windows if any(windows) else ()
     values |= _eagle3_values(head) if is_eagle3 else _eagle_values(head)
-    refuse_unread(head.places, head.body.seen, values["head_dim"], of_draft=True)
+    refuse_unread(head.places, head.body.keys, values["head_dim"], of_draft=True)
     return head.body.build(DraftConfig, values)
 
 
@@ -204,16 +204,16 @@ def draft_windows(
     """
     # files of speculators omit keys with the default of the model type
     is_qwen = config.get("model_type", str, "").startswith("qwen")
-    first = config.get("max_window_layers", Size, 28 if is_qwen else 0)
+    start = config.get("max_window_layers", Size, 28 if is_qwen else 0)
     window = config.get("sliding_window", Size, config.get("swa_window_size", Size, 0))
     is_on = config.get("use_sliding_window", Flag, False if is_qwen or forced else None)
     if window and is_on is None and "layer_types" not in config:
         demand = "needs layer_types, or use_sliding_window; set one to tell which layers have it"
         raise config.wrong("sliding_window", demand)
     values = {**config.values, "num_hidden_layers": num_layers}
-    sized = ReadFields(values, config.where, config.seen)
+    sized = ReadFields(values, config.where, config.keys)
     sized.get("num_hidden_layers", Count)
-    slides = sliding_layers(sized, lambda i: bool(is_on and window) and i >= first)
+    slides = sliding_layers(sized, lambda i: bool(is_on and window) and i >= start)
     if (forced or any(slides)) and not window:
         raise ValueError(f"{config.where}: layers with sliding attention need sliding_window")
     return slides, tuple(window if forced or slide else 0 for slide in slides)
@@ -224,25 +224,25 @@ ANOTHER_HEAD = "set draft to a head of this target, or speculative_algorithm to 
 
 def check_pair(path: object, vocab_size: int, hidden_size: int, target: ModelConfig) -> None:
     """Raise ValueError if the vocabulary or hidden size of a head differs from the target's."""
-    for name, found, wanted in (
+    for name, size, of_target in (
         ("vocab_size", vocab_size, target.vocab_size),
         ("target_hidden_size", hidden_size, target.hidden_size),
     ):
-        if found != wanted:
+        if size != of_target:
             raise ValueError(
-                f"{path}: the head has {name}={found}, but the target has {wanted}; the head was "
+                f"{path}: the head has {name}={size}, but the target has {of_target}; the head was "
                 f"trained for another model; {ANOTHER_HEAD}"
             )
 
 
 def check_feature_layers(
-    path: Path, layers: tuple[int, ...], shown: str, target: ModelConfig, *, first: int = 0
+    path: Path, layers: tuple[int, ...], wording: str, target: ModelConfig, *, start: int = 0
 ) -> None:
-    """Raise ValueError if the target lacks a layer; ``first`` -1 also accepts the embedding."""
-    if not all(first <= layer < target.num_layers for layer in layers):
+    """Raise ValueError if the target lacks a layer; ``start`` -1 also accepts the embedding."""
+    if not all(start <= layer < target.num_layers for layer in layers):
         raise ValueError(
-            f"{path}: {shown} must be layers of the target, which has {target.num_layers} layers"
-            f"{' (-1 is the embedding)' if first else ''}; {ANOTHER_HEAD}"
+            f"{path}: {wording} must be layers of the target, which has {target.num_layers} layers"
+            f"{' (-1 is the embedding)' if start else ''}; {ANOTHER_HEAD}"
         )
 
 
@@ -271,7 +271,7 @@ class _Head:
         defaults = DEFAULTS.get(nested.get("model_type", str, ""), {})
         stated = {key: value for key, value in self.body.values.items() if value is not None}
         values = {**defaults, **nested.values, **stated}
-        self.layer = ReadFields(values, self.path, self.body.seen)
+        self.layer = ReadFields(values, self.path, self.body.keys)
         self.hidden_size = self.layer.get("hidden_size", Size)
 
     def flag(self, name: str, default: bool = False) -> bool:
@@ -284,8 +284,8 @@ class _Head:
     @property
     def num_layers(self) -> int:
         """Number of layers that have tensors; the first one may be called ``midlayer``."""
-        found = (re.match(r"layers\.(\d+)\.", name) for name in self.source.infos)
-        return 1 + max((int(match[1]) for match in found if match), default=0)
+        matches = (re.match(r"layers\.(\d+)\.", name) for name in self.source.infos)
+        return 1 + max((int(match[1]) for match in matches if match), default=0)
 
     def lacks(self, tensor: str, why: str) -> ValueError:
         return ValueError(f"{self.source.path} has no tensor {tensor!r}{why}")
@@ -334,8 +334,8 @@ def _eagle3_values(head: _Head) -> dict[str, Any]:
     check_fc(head.source, len(layers) * target.hidden_size, meaning)
     infos = head.source.infos
     stored = [infos[name].shape for name in ("d2t", "lm_head.weight") if name in infos]
-    found = [*(next(iter(shape), 0) for shape in stored), target.vocab_size]
-    vocab_size = head.layer.get("draft_vocab_size", Size, found[0])
+    vocab_sizes = [*(next(iter(shape), 0) for shape in stored), target.vocab_size]
+    vocab_size = head.layer.get("draft_vocab_size", Size, vocab_sizes[0])
     sizes = (
         f"draft_vocab_size={vocab_size} of {target.vocab_size}, hidden_size={head.hidden_size} "
         f"(target {target.hidden_size})"

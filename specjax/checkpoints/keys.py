@@ -26,21 +26,21 @@ _HARMLESS = re.compile(r"^_|dropout|pdrop|implementation|backend|flash|grad|loss
 class ReadFields(Fields):
     """Fields that record the keys that were read, those of nested objects too."""
 
-    def __init__(self, values: Any, where: object, seen: set[str] | None = None) -> None:
+    def __init__(self, values: Any, where: object, keys_read: set[str] | None = None) -> None:
         super().__init__(values, where)
-        self.seen = set[str]() if seen is None else seen
+        self.keys = set[str]() if keys_read is None else keys_read
 
     def get(self, key: str, kind: Any, default: Any = ...) -> Any:
-        self.seen.add(key)
+        self.keys.add(key)
         return super().get(key, kind, default)
 
     def fields(self, key: str) -> "ReadFields":
         nested = super().fields(key)
-        return ReadFields(nested.values, nested.where, self.seen)
+        return ReadFields(nested.values, nested.where, self.keys)
 
 
 def refuse_unread(
-    places: Sequence[Fields], seen: set[str], head_dim: int, *, of_draft: bool
+    places: Sequence[Fields], keys_read: set[str], head_dim: int, *, of_draft: bool
 ) -> None:
     """Raise ValueError for a key that was not read and may change the network.
 
@@ -53,7 +53,7 @@ def refuse_unread(
     ropes += [x.fields("full_attention") for x in ropes if "full_attention" in x]
     for place, has_words in [*((x, of_draft) for x in places), *((x, False) for x in ropes)]:
         for key, value in place.values.items():
-            if value is None or key in seen:
+            if value is None or key in keys_read:
                 continue
             if key == "layer_types":
                 is_refused = not isinstance(value, list) or {*map(str, value)} != {"full_attention"}

@@ -109,14 +109,14 @@ def _compressed_format(stated: Fields) -> dict[str, Any]:
     if inputs.values and inputs.get("dynamic", Any, False) is not True:
         raise inputs.wrong("dynamic", "is not supported; activations may have dynamic scales only")
     bits, kind = weights.get("num_bits", int), weights.get("type", str, "int")
-    found = {(8, "float"): "fp8", (8, "int"): "int8", (4, "int"): "int4"}.get((bits, kind))
-    if found is None:
+    name = {(8, "float"): "fp8", (8, "int"): "int8", (4, "int"): "int4"}.get((bits, kind))
+    if name is None:
         raise weights.wrong("num_bits", f"with type={kind!r} is not supported")
     if weights.get("actorder", Any, None) not in (None, False, "static", "weight"):
         # with "weight", the order was used for quantising only
         raise weights.wrong("actorder", "is not supported: inputs are stored in another order")
     strategy = weights.get("strategy", str, "tensor")
-    values: dict[str, Any] = {"kind": found}
+    values: dict[str, Any] = {"kind": name}
     if strategy == "group":
         values["group"] = weights.get("group_size", _GroupSize)
     elif strategy == "block":
@@ -139,15 +139,15 @@ def with_plain(config: ModelConfig, open_source: Callable[[], TensorSource]) -> 
     stored = {name.removesuffix(PACKED): info for name, info in source.infos.items()}
     for weight, recipe in recipes_of(CausalLM, config).items():
         if weight.endswith(".values"):
-            names = [part.name for part in recipe.parts if part.name in stored]
-            whole = [name for name in names if stored[name].dtype in FLOATS]
-            if 0 < len(whole) < len(names):
+            names = [tensor.name for tensor in recipe.parts if tensor.name in stored]
+            floats = [name for name in names if stored[name].dtype in FLOATS]
+            if 0 < len(floats) < len(names):
                 matrix = weight.removesuffix(".kernel.values")
                 raise ValueError(
                     f"{source.path}: only some of the projections of {matrix!r} are quantised, "
                     "which is not supported"
                 )
-            plain += (name.removesuffix(".weight") for name in whole)
+            plain += (name.removesuffix(".weight") for name in floats)
     return replace(config, quantization=replace(format, plain=tuple(sorted(plain))))
 
 
@@ -158,7 +158,7 @@ def read_kv_exponents(source: TensorSource, num_layers: int) -> tuple[tuple[int,
     weights without changing a result, see ``Attention``. 8-bit floats have the same precision at
     any scale between their smallest and largest values.
     """
-    found: dict[tuple[int, str], int] = {}
+    powers: dict[tuple[int, str], int] = {}
     for name in source.infos:
         match = _KV_SCALE.fullmatch(name)
         if match is None or int(match[1]) >= num_layers:
@@ -167,10 +167,10 @@ def read_kv_exponents(source: TensorSource, num_layers: int) -> tuple[tuple[int,
         scales = _read_scales(source, name, *_KV_SCALES)
         exponent = math.ceil(math.log2(scales.max()))
         for key in ((int(match[1]), letter) for letter in match[2] or match[3]):
-            found[key] = max(exponent, found.get(key, exponent))
-    if not any(found.values()):
+            powers[key] = max(exponent, powers.get(key, exponent))
+    if not any(powers.values()):
         return ()
-    return tuple((found.get((i, "k"), 0), found.get((i, "v"), 0)) for i in range(num_layers))
+    return tuple((powers.get((i, "k"), 0), powers.get((i, "v"), 0)) for i in range(num_layers))
 
 
 def _read_scales(
@@ -181,9 +181,9 @@ def _read_scales(
     sizes = np.abs(scales) if signed else scales
     inside = (sizes >= least) & (sizes <= most)
     if not inside.any() or not inside.all():
-        shown = f" with {scales[~inside][0]:g}" if scales.size else ""
+        example = f" with {scales[~inside][0]:g}" if scales.size else ""
         raise ValueError(
-            f"tensor {name!r} in {info.path} is {info.dtype} {info.shape}{shown}; scales must be "
+            f"tensor {name!r} in {info.path} is {info.dtype} {info.shape}{example}; scales must be "
             f"floats from 2 ** {math.log2(least):.0f} to 2 ** {math.log2(most):.0f}"
         )
     return scales.astype(np.float32)
@@ -194,11 +194,10 @@ def quantise(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Values ``[out, in]`` of a dtype of 8 or 4 bits, and scales f32 ``[out, groups]``.
 
-    The largest value with a scale has the largest magnitude of the dtype, and values are rounded to
-    the nearest. So a scale of 4-bit integers is negative if that value is positive, because only
-    -8 has the largest magnitude: perplexity then grows by 26 % instead of 52 (SmolLM2-135M). A
-    group of zeros has the scale 1. ``None`` is one group per output; scales of smaller groups are
-    rounded to bfloat16.
+    The value of largest magnitude in a group maps to the dtype's extreme code; the other values are
+    rounded to the nearest code. For int4 only -8 is extreme, so the sign of the scale makes that
+    value negative: perplexity grows by 26 % instead of 52 % (SmolLM2-135M). A group of zeros has
+    the scale 1. ``None`` is one group per output; scales of smaller groups are rounded to bfloat16.
     """
     (rows, columns), most = matrix.shape, largest(dtype)
     least = -8.0 if dtype == int4 else -most
@@ -209,28 +208,28 @@ def quantise(
     # an output head is often the last to finish, when the threads of other matrices are idle
     threads = min(4, os.cpu_count() or 1) if matrix.size > _LARGE else 1
 
-    def rounds(first: int) -> None:
-        for start in range(first * step, rows, threads * step):
-            own = slice(start, start + step)
-            part = cast(matrix[own], np.dtype(np.float32))
+    def rounds(thread: int) -> None:
+        for start in range(thread * step, rows, threads * step):
+            chunk = slice(start, start + step)
+            block = cast(matrix[chunk], np.dtype(np.float32))
             if columns < groups * size:
-                part = np.pad(part, ((0, 0), (0, groups * size - columns)))
-            parts = part.reshape(-1, size)
-            high, low = parts.max(axis=1), parts.min(axis=1)
+                block = np.pad(block, ((0, 0), (0, groups * size - columns)))
+            by_scale = block.reshape(-1, size)
+            high, low = by_scale.max(axis=1), by_scale.min(axis=1)
             scale = np.where(high > -low, high if dtype == int4 else -high, low) / least
             scale[scale == 0.0] = 1.0
             if group is not None:  # products in bfloat16 round them
                 scale = scale.astype(bfloat16).astype(np.float32)
-            rounded = parts / scale[:, None]
+            rounded = by_scale / scale[:, None]
             if jnp.issubdtype(dtype, jnp.integer):
                 np.rint(rounded, out=rounded)
             np.clip(rounded, least, most, out=rounded)
-            rounded = rounded.reshape(part.shape)[:, :columns]
+            rounded = rounded.reshape(block.shape)[:, :columns]
             if dtype == float8_e4m3fn:  # seen as bytes: numpy would hold the GIL to copy them
-                values.view(np.uint8)[own] = to_e4m3(rounded).view(np.uint8)
+                values.view(np.uint8)[chunk] = to_e4m3(rounded).view(np.uint8)
             else:
-                values[own] = rounded
-            scales[own] = scale.reshape(-1, groups)
+                values[chunk] = rounded
+            scales[chunk] = scale.reshape(-1, groups)
 
     with ThreadPoolExecutor(threads) as pool:
         list(pool.map(rounds, range(threads)))
@@ -247,11 +246,11 @@ def to_e4m3(values: np.ndarray) -> np.ndarray:
     bits = values.view(np.uint32)
     # The middle of two neighbours in e4m3 needs the first 15 bits only, so the 16th can tell
     # whether any of the others is set.
-    kept = bits & np.uint32(0xFFFF)
-    kept += np.uint32(0xFFFF)
-    kept |= bits
-    kept >>= np.uint32(16)
-    return np.take(_CODES, kept, mode="clip").view(float8_e4m3fn)
+    marked = bits & np.uint32(0xFFFF)
+    marked += np.uint32(0xFFFF)
+    marked |= bits
+    marked >>= np.uint32(16)
+    return np.take(_CODES, marked, mode="clip").view(float8_e4m3fn)
 
 
 def unpack(packed: np.ndarray, bits: int, count: int, axis: int) -> np.ndarray:
@@ -279,7 +278,7 @@ class _Matrix:
         self._infos = source.infos
         self._lock = Lock()
         # of a matrix that is quantised here: what another thread will read
-        self._kept: dict[str, np.ndarray] = {}
+        self._halves: dict[str, np.ndarray] = {}
         size = shape[1] if format.group is None else format.group
         self.groups = -(-shape[1] // size)
 
@@ -322,11 +321,11 @@ class _Matrix:
             shape = self._infos[stored].shape
             dtype = dtype if self._is_whole else self._infos[stored].dtype
         scales_shape = (self._shape[0], self.groups)
-        found = {self._name: TensorInfo(shape, path, dtype)}
-        found[self._name + SCALE] = TensorInfo(scales_shape, path, "float32")
+        outputs = {self._name: TensorInfo(shape, path, dtype)}
+        outputs[self._name + SCALE] = TensorInfo(scales_shape, path, "float32")
         if self._format.has_zeros:
-            found[self._name + OFFSET] = TensorInfo(scales_shape, path, "float32")
-        return found
+            outputs[self._name + OFFSET] = TensorInfo(scales_shape, path, "float32")
+        return outputs
 
     def read(self, suffix: str) -> np.ndarray:
         if self._is_whole:
@@ -351,12 +350,12 @@ class _Matrix:
         if suffix == OFFSET:
             return np.zeros((self._shape[0], self.groups), np.float32)
         with self._lock:
-            if suffix not in self._kept:
-                found = quantise(
+            if suffix not in self._halves:
+                quantised = quantise(
                     self._source.read(self._name), self._format.dtype, self._format.group
                 )
-                self._kept = dict(zip(("", SCALE), found, strict=True))
-            return self._kept.pop(suffix)
+                self._halves = dict(zip(("", SCALE), quantised, strict=True))
+            return self._halves.pop(suffix)
 
     @property
     def _scale_name(self) -> str:
@@ -421,18 +420,18 @@ def quantised_source(
     """
     if format is None:
         return source
-    shapes = {part.name: part.shape for recipe in recipes.values() for part in recipe.parts}
+    shapes = {tensor.name: tensor.shape for recipe in recipes.values() for tensor in recipe.parts}
     matrices = {
         name: _Matrix(source, name, shape, format, signed)
         for name, shape in shapes.items()
         if name + SCALE in shapes
     }
-    made = {name: outputs for name, one in matrices.items() if (outputs := one.outputs())}
+    by_name = {name: outputs for name, x in matrices.items() if (outputs := x.outputs())}
     owners: Mapping[str, tuple[str, str]] = {
-        new: (name, new.removeprefix(name)) for name, outputs in made.items() for new in outputs
+        x: (name, x.removeprefix(name)) for name, outputs in by_name.items() for x in outputs
     }
     modules = {name.rpartition(".")[0].rpartition(".")[0] + "." for name in shapes}
-    replaced = {name for each in made for name in matrices[each].inputs()}
+    replaced = {name for matrix in by_name for name in matrices[matrix].inputs()}
     infos = {
         name: info
         for name, info in source.infos.items()
@@ -441,7 +440,7 @@ def quantised_source(
     }
     if hidden := sorted(infos.keys() & owners.keys()):
         raise ValueError(f"{infos[hidden[0]].path}: nothing reads the tensor {hidden[0]!r}")
-    infos |= {new: info for outputs in made.values() for new, info in outputs.items()}
+    infos |= {x: info for outputs in by_name.values() for x, info in outputs.items()}
 
     def read(name: str) -> np.ndarray:
         if name not in owners:

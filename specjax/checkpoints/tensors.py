@@ -48,8 +48,8 @@ def _shards(directory: Path, index: str) -> list[Path]:
     if not weight_map.values:
         raise ValueError(f"{directory / index} has no weight_map")
     names = dict.fromkeys(weight_map.get(tensor, str) for tensor in weight_map.values)
-    if others := [name for name in names if os.path.basename(name) != name]:
-        raise ValueError(f"{directory / index} names {others[0]!r}, a file in another folder")
+    if outside := [name for name in names if os.path.basename(name) != name]:
+        raise ValueError(f"{directory / index} names {outside[0]!r}, a file in another folder")
     if absent := list(islice((x for x in names if not os.path.isfile(directory / x)), 5)):
         raise ValueError(f"{directory / index} names missing shards: {absent}")
     return [directory / name for name in names]
@@ -78,30 +78,30 @@ def _safetensors(path: Path, files: list[Path]) -> TensorSource:
                 header = json.loads(opened.read(size))
                 versions[file] = _version(opened)
             header.pop("__metadata__", None)
-            found = {
+            file_infos = {
                 name: TensorInfo(tuple(x["shape"]), file, _DTYPES.get(x["dtype"], x["dtype"]))
                 for name, x in header.items()
             }
             places = {name: stored["data_offsets"][0] for name, stored in header.items()}
         except (SafetensorError, OSError, ValueError, TypeError, LookupError) as error:
             raise ValueError(f"{file} is not a complete safetensors file: {error}") from error
-        for name in found:
+        for name in file_infos:
             if name in infos:
                 raise ValueError(f"tensor {name!r} is in both {infos[name].path} and {file}")
-        infos |= found
+        infos |= file_infos
         starts |= {name: 8 + size + place for name, place in places.items()}
 
     def read(name: str) -> np.ndarray:
         # safetensors itself reads with the GIL held, so other threads could not convert meanwhile
         shape, file, kind = infos[name]
         try:
-            found = np.empty(shape, np.dtype(kind))
+            array = np.empty(shape, np.dtype(kind))
             with file.open("rb") as opened:
                 opened.seek(starts[name])
-                count = opened.readinto(found.reshape(-1).view(np.uint8).data)
-                if count != found.nbytes or _version(opened) != versions[file]:
+                count = opened.readinto(array.reshape(-1).view(np.uint8).data)
+                if count != array.nbytes or _version(opened) != versions[file]:
                     raise ValueError("the file was changed after its header was read")
-            return found
+            return array
         except (TypeError, ValueError, OSError) as error:
             raise ValueError(f"tensor {name!r} of {file} cannot be read: {error}") from error
 
@@ -132,8 +132,8 @@ def copy_header(source: BinaryIO, path: Path) -> None:
 
 def _version(opened: BinaryIO) -> tuple[int, ...]:
     """Values that differ if a file is replaced or written."""
-    found = os.fstat(opened.fileno())
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+    status = os.fstat(opened.fileno())
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _torch(path: Path, files: list[Path]) -> TensorSource:
@@ -228,7 +228,7 @@ def _transpose_into(out: np.ndarray, tensor: np.ndarray) -> None:
 
 def make_weight(recipe: Recipe, source: TensorSource, dtype: np.dtype) -> np.ndarray:
     if not recipe.transpose:
-        arrays = [part.arranged(cast(source.read(part.name), dtype)) for part in recipe.parts]
+        arrays = [tensor.arranged(cast(source.read(tensor.name), dtype)) for tensor in recipe.parts]
         array = np.concatenate(arrays) if len(arrays) > 1 else arrays[0]
         if recipe.layout is not None:
             return np.ascontiguousarray(recipe.layout.cut(array))
@@ -236,9 +236,9 @@ def make_weight(recipe: Recipe, source: TensorSource, dtype: np.dtype) -> np.nda
         return array if array.flags.owndata and array.flags.c_contiguous else array.copy()
     out = np.empty(recipe.shape, dtype)
     start = 0
-    for part in recipe.parts:
-        stop = start + part.shape[0]
-        tensor = np.ascontiguousarray(part.arranged(cast(source.read(part.name), dtype)))
+    for stored in recipe.parts:
+        stop = start + stored.shape[0]
+        tensor = np.ascontiguousarray(stored.arranged(cast(source.read(stored.name), dtype)))
         _transpose_into(out[:, start:stop], tensor)
         start = stop
     return out
