@@ -281,21 +281,11 @@ class _Matrix:
         self._halves: dict[str, np.ndarray] = {}
         size = shape[1] if format.group is None else format.group
         self.groups = -(-shape[1] // size)
-
-    @property
-    def _is_whole(self) -> bool:
-        info = self._infos.get(self._name)
-        return info is not None and info.dtype in FLOATS
-
-    @property
-    def _is_packed(self) -> bool:
-        is_integer = jnp.issubdtype(self._format.dtype, jnp.integer)
-        return is_integer and self._name not in self._infos
-
-    @property
-    def _stored(self) -> str:
-        """The name of the tensor with the values."""
-        return self._name + PACKED if self._is_packed else self._name
+        info = source.infos.get(name)
+        self._is_whole = info is not None and info.dtype in FLOATS
+        self._is_packed = info is None and bool(jnp.issubdtype(format.dtype, jnp.integer))
+        self._stored = name + PACKED * self._is_packed  # the tensor with the values
+        self._scale_name = name + (SCALE if name + SCALE in source.infos else BLOCK_SCALE)
 
     def inputs(self) -> set[str]:
         """The names of the tensors in the file that it is read from."""
@@ -356,10 +346,6 @@ class _Matrix:
                 )
                 self._halves = dict(zip(("", SCALE), quantised, strict=True))
             return self._halves.pop(suffix)
-
-    @property
-    def _scale_name(self) -> str:
-        return self._name + (SCALE if self._name + SCALE in self._infos else BLOCK_SCALE)
 
     def _check_tensors(self) -> None:
         """Check packed values, and scales and zero points, which may be stored in several ways."""
