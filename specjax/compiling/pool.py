@@ -37,7 +37,6 @@ class CompiledFunction:
     num_bytes: int | None  # size of its entry on disk; ``None`` if it is not stored
     argument_bytes: int  # device memory of its arguments
     temp_bytes: int  # temporary device memory while it runs
-    alias_bytes: int  # argument memory that is reused for its results
 
 
 class _Job(NamedTuple):
@@ -107,7 +106,7 @@ class CompilePool(dict[Hashable, Compiled]):
             job: _Job, compiled: Compiled, num_bytes: int | None, began: float, *, is_hit: bool
         ) -> None:
             facts = job.label, is_hit, time.perf_counter() - began, num_bytes
-            analysis, kinds = compiled.memory_analysis(), ("argument", "temp", "alias")
+            analysis, kinds = compiled.memory_analysis(), ("argument", "temp")
             memory = (int(getattr(analysis, f"{kind}_size_in_bytes", 0)) for kind in kinds)
             done[job.key] = CompiledFunction(*facts, *memory)
             self[job.key] = compiled

@@ -126,7 +126,7 @@ def test_a_loaded_function_still_writes_in_place_and_refuses_other_shapes(warm) 
     pool = pool_of(opened(warm))
     found = compiled(pool)
     assert found.is_hit
-    assert found.alias_bytes == 4 * SIZE
+    assert pool["step", SIZE].memory_analysis().alias_size_in_bytes == 4 * SIZE
     target = jnp.zeros(SIZE)
     before = target.unsafe_buffer_pointer()
     pools, _ = pool["step", SIZE](KVPools(target, None), jnp.arange(2))
