@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cache, cached_property
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import numpy as np
 from msgspec import Meta
@@ -98,12 +98,12 @@ class SamplingParams:
     ignore_eos: bool = False
     sampling_seed: int | None = None
     speculative: bool = True
-    simulate_acceptance: float | None = None
+    simulate_acceptance: Annotated[float, Meta(ge=0, le=1)] | None = None
     json_schema: str | Mapping[str, Any] | bool | None = None
     regex: str | None = None
     ebnf: str | None = None
     structural_tag: str | Mapping[str, Any] | None = None
-    thinking_token_budget: int | None = None
+    thinking_token_budget: Annotated[int, Meta(ge=0, le=INT32_MAX)] | None = None
 
     def __post_init__(self) -> None:
         for name, kind in _kinds().items():
@@ -114,12 +114,8 @@ class SamplingParams:
         check_number("temperature", self.temperature, at_most=FLOAT32_MAX)
         if not is_integer(self.top_k) or (self.top_k < 1 and self.top_k != -1):
             raise refused("top_k", self.top_k, "must be -1 (off) or an integer of at least 1")
-        if self.simulate_acceptance is not None:
-            check_number("simulate_acceptance", self.simulate_acceptance, at_least=0, at_most=1)
         if self.sampling_seed is not None:
             check_integer("sampling_seed", self.sampling_seed, 0, 2**64 - 1)
-        if self.thinking_token_budget is not None:
-            check_integer("thinking_token_budget", self.thinking_token_budget, 0, INT32_MAX)
         self._copy_stops()
         self._copy_biases()
         self._copy_grammars()
@@ -235,4 +231,5 @@ class SamplingParams:
 def _kinds() -> dict[str, Any]:
     """The type hints that fully describe the values that their parameter may have."""
     hints = annotations(SamplingParams).items()
-    return {name: hint for name, hint in hints if hint is bool or hasattr(hint, "__metadata__")}
+    full = {n for n, hint in hints for x in (hint, *get_args(hint)) if hasattr(x, "__metadata__")}
+    return {name: hint for name, hint in hints if hint is bool or name in full}

@@ -15,6 +15,7 @@ from msgspec import Raw
 
 from specjax.checks import CONTEXT_EXCEEDED, ParameterError, short
 from specjax.engine.requests import LIMITS, refuse_length
+from specjax.sampling.params import ALIASES
 
 logger = logging.getLogger(__name__)
 
@@ -42,9 +43,7 @@ LIKENESS = 0.8  # minimum similarity (0 to 1) that makes an unknown name a missp
 MAX_COMPARED = 16  # maximum unknown names per request that are compared with known ones, 70 us each
 # OpenAI's field name -> the engine's name
 NAMES = {
-    "max_tokens": "max_new_tokens",
-    "min_tokens": "min_new_tokens",
-    "seed": "sampling_seed",
+    **ALIASES,
     **{
         name: name
         for name in "temperature top_p top_k min_p frequency_penalty presence_penalty "
