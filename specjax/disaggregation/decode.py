@@ -11,10 +11,9 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import Any
 from weakref import WeakSet
 
@@ -97,9 +96,8 @@ class PrefillPeer(ABC):
                 logger.warning("disconnecting the prefill side after an error", exc_info=error)
                 self.hang_up()
             del message  # free its memory while waiting for the next one
-        with suppress(Empty):
-            while True:
-                self._messages.get_nowait()
+        while not self._messages.empty():  # only this thread takes messages
+            self._messages.get()
 
     def _forward(self, message: Arrival) -> None:
         on_stored = None

@@ -65,7 +65,9 @@ class Dialer:
         while not self._closing.is_set():
             started = time.monotonic()
             try:
-                self._attempt(number)
+                addresses = endpoints(self.address)
+                with ExitStack() as stack:
+                    _Session(self, addresses[number % len(addresses)], stack).run()
             except Exception as error:
                 self._log(error)
                 if not isinstance(error, OSError):
@@ -75,12 +77,6 @@ class Dialer:
             self._closing.wait(wait * random.uniform(0.5, 1.0))
             wait, number = min(2 * wait, self._max_wait), number + 1
         self._context.destroy(linger=0)
-
-    def _attempt(self, number: int) -> None:
-        """Open one channel and run it until it closes; raise an error if it could not be opened."""
-        addresses = endpoints(self.address)
-        with ExitStack() as stack:
-            _Session(self, addresses[number % len(addresses)], stack).run()
 
     def _log(self, error: Exception) -> None:
         reason = f"{type(error).__name__}: {error}"
