@@ -12,6 +12,7 @@ from safetensors.numpy import save_file
 from tokenizers import decoders, models, pre_tokenizers
 
 from specjax.checkpoints import export_draft
+from specjax.checkpoints.export import published_target
 from specjax.testing.models import EAGLE3, TARGET, copying_head, copying_target
 from specjax.text.tokenizer import Tokenizer
 
@@ -21,18 +22,10 @@ EOS_ID = len(LETTERS) + 1
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
 # two more ids than the tokenizer has, as in padded vocabularies
 CONFIG = dataclasses.replace(
-    TARGET,
-    vocab_size=EOS_ID + 3,
-    num_layers=2,
-    max_position_embeddings=128,
-    eos_token_ids=(EOS_ID,),
+    TARGET, vocab_size=EOS_ID + 3, max_position_embeddings=128, eos_token_ids=(EOS_ID,)
 )
 HEAD = dataclasses.replace(
-    EAGLE3,
-    vocab_size=CONFIG.vocab_size,
-    draft_vocab_size=80,
-    feature_layers=(0, 0, 1),
-    max_position_embeddings=128,
+    EAGLE3, vocab_size=CONFIG.vocab_size, draft_vocab_size=80, max_position_embeddings=128
 )
 
 
@@ -55,7 +48,7 @@ def write_tokenizer(path: Path, tokenizer: Tokenizer) -> None:
 
 
 def write_target(path: Path) -> Path:
-    """Write the copying target as a Hugging Face directory, without the package's name maps."""
+    """Write the copying target; its tensors are named without the package's name maps."""
     named = copying_target(CONFIG, HEAD)
     dim = CONFIG.head_dim
     q_size, kv_size = CONFIG.num_heads * dim, CONFIG.num_kv_heads * dim
@@ -79,21 +72,8 @@ def write_target(path: Path) -> Path:
             name + "input_layernorm.weight": named[flat + "input_norm.scale"],
             name + "post_attention_layernorm.weight": named[flat + "post_attention_norm.scale"],
         }
-    config = {
+    config = published_target(CONFIG) | {
         "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_act": "silu",
-        "vocab_size": CONFIG.vocab_size,
-        "hidden_size": CONFIG.hidden_size,
-        "intermediate_size": CONFIG.intermediate_size,
-        "num_hidden_layers": CONFIG.num_layers,
-        "num_attention_heads": CONFIG.num_heads,
-        "num_key_value_heads": CONFIG.num_kv_heads,
-        "head_dim": CONFIG.head_dim,
-        "rms_norm_eps": CONFIG.rms_norm_eps,
-        "rope_theta": CONFIG.rope_theta,
-        "max_position_embeddings": CONFIG.max_position_embeddings,
-        "tie_word_embeddings": False,
         "torch_dtype": "bfloat16",
         "eos_token_id": EOS_ID,
     }

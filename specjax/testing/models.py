@@ -18,29 +18,16 @@ from specjax.models.decoder import CausalLM
 from specjax.models.eagle import build_head
 from specjax.models.flat import FlatModel, Weights
 
-TARGET = ModelConfig(
-    model_type="llama",
-    vocab_size=61,
-    hidden_size=32,
-    intermediate_size=48,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    max_position_embeddings=256,
-)
+SIZES: Any = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48}
+SIZES |= {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
+TARGET = ModelConfig(model_type="llama", num_layers=2, max_position_embeddings=256, **SIZES)
 EAGLE3 = DraftConfig(
     checkpoint_format="eagle-3",
-    vocab_size=61,
-    hidden_size=32,
-    intermediate_size=48,
     num_layers=1,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    target_hidden_size=32,
+    target_hidden_size=TARGET.hidden_size,
     draft_vocab_size=40,
     feature_layers=(0, 0, 1),
+    **SIZES,
 )
 PERTURBATION = 0.095
 Named = dict[str, np.ndarray]
