@@ -21,14 +21,7 @@ _MODULES = {
     "QueueFullError": "specjax.scheduling.scheduler",
     "SamplingParams": "specjax.sampling.params",
 }
-__all__ = [
-    "DisaggregatedEngine",
-    "Engine",
-    "EngineFault",
-    "QueueFullError",
-    "SamplingParams",
-    "__version__",
-]
+__all__ = [*_MODULES, "__version__"]
 
 
 def __getattr__(name: str) -> Any:

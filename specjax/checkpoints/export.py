@@ -20,13 +20,7 @@ from specjax.checkpoints.huggingface import draft_config
 from specjax.checkpoints.target import open_target
 from specjax.checkpoints.tensors import SAFETENSORS_INDEX, TensorInfo, TensorSource
 from specjax.checks import check_integer
-from specjax.config import (
-    BlockConfig,
-    DraftConfig,
-    ModelConfig,
-    Quantization,
-    TransformerConfig,
-)
+from specjax.config import BlockConfig, DraftConfig, ModelConfig, Quantization, TransformerConfig
 from specjax.models.block import BlockDraft
 from specjax.models.declare import Recipes
 from specjax.models.eagle import MTP_PREFIX, build_head

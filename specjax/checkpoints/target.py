@@ -12,12 +12,7 @@ from typing import Any
 
 from specjax.checkpoints.checkpoint import Checkpoint
 from specjax.checkpoints.gguf import GGUFFile, gguf_config, gguf_source, tokenizer_from_gguf
-from specjax.checkpoints.huggingface import (
-    OF_IMAGES,
-    huggingface_config,
-    open_text,
-    text_name,
-)
+from specjax.checkpoints.huggingface import OF_IMAGES, huggingface_config, open_text, text_name
 from specjax.checkpoints.quantization import SUFFIXES
 from specjax.checkpoints.tensors import copy_header
 from specjax.config import DTYPES, ModelConfig

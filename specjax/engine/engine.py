@@ -20,12 +20,7 @@ from specjax.engine.args import EngineArgs
 from specjax.engine.build import build_engine, make_controller
 from specjax.engine.info import server_info
 from specjax.engine.plan import EnginePlan
-from specjax.engine.requests import (
-    Messages,
-    Params,
-    RequestFactory,
-    has_grammar,
-)
+from specjax.engine.requests import Messages, Params, RequestFactory, has_grammar
 from specjax.engine.weights import (
     NewWeights,
     check_finite,

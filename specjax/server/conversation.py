@@ -21,15 +21,7 @@ from specjax.server.service import MAX_REPORTED, Service
 from specjax.text.parts import TextParts, Tools
 from specjax.text.reasoning import END as THINK_END
 from specjax.text.reasoning import START as THINK
-from specjax.text.tool_formats import (
-    END,
-    FORMATS,
-    HERMES,
-    NO_FORMAT,
-    START,
-    ToolFormat,
-    is_json,
-)
+from specjax.text.tool_formats import END, FORMATS, HERMES, NO_FORMAT, START, ToolFormat, is_json
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
