@@ -86,6 +86,15 @@ def spans(size: int, start: int = 0) -> tuple[Any, ...]:
     return tuple(parts)
 
 
+def row_dot(x: jax.Array, y: jax.Array, *, transpose: bool) -> jax.Array:
+    """``x @ y`` (or ``x @ y.T``) accumulated in float32; float32 operands keep full precision."""
+    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    contracting = ((1,), (1 if transpose else 0,))
+    return jax.lax.dot_general(
+        x, y, (contracting, ((), ())), precision=precision, preferred_element_type=jnp.float32
+    )
+
+
 def triton_call(
     kernel: Callable[..., None],
     *,

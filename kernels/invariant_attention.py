@@ -7,8 +7,7 @@ where plain decoding would have stored the same tokens. Row sums depend on the l
 registers, so the sum of weights is a matrix product, like the sum of values.
 
 Axes: B requests, T query tokens per request, U new keys per request, N query heads, KV key/value
-heads, H head dim, P pages per request, C key blocks, R query rows of a KV head (T * N / KV). The
-pool is ``[L, slots, 2, KV, H]`` as in ``tree_attention``.
+heads, H head dim, P pages per request, C key blocks, R query rows of a KV head (T * N / KV).
 """
 
 from functools import partial
@@ -18,15 +17,16 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
-from specjax.kernels.backend import power_of_two, resolve, triton_call
+from specjax.kernels.backend import power_of_two, row_dot, triton_call
 from specjax.kernels.kv_format import for_products, head_spans, load_kv, slots_of
-from specjax.kernels.prefill_attention import tile_map
-from specjax.kernels.tree_attention import (
+from specjax.kernels.paged import (
     LOG2E,
     NEGATIVE,
-    check_heads,
+    PagedForm,
+    PagedInputs,
     empty_sums,
-    row_dot,
+    products,
+    tile_map,
 )
 
 BLOCK = 128  # keys per block; other values give other bits
@@ -45,8 +45,7 @@ def _block(
     q: list[Array], kv: tuple[list[Array], list[Array]], scale: float, visible: Array | None
 ) -> Sums:
     """Sums over one block of keys and values ``kv``."""
-    products = [row_dot(x, k, transpose=True) for x, k in zip(q, kv[0], strict=True)]
-    scores = sum(products[1:], products[0])
+    scores = products(q, kv[0])
     if visible is not None:
         scores = jnp.where(visible, scores, NEGATIVE)
     best = jnp.max(scores, axis=1)
@@ -80,14 +79,9 @@ def specjax_invariant_shared(
     lens_ref: Any,
     q_ref: Any,
     pool_ref: Any,
-    best_ref: Any,
-    total_ref: Any,
-    mixed_ref: Any,
-    *,
+    *sum_refs: Any,
     block_rows: int,
-    page_size: int,
-    scale: float,
-    implementation: str,
+    form: PagedForm,
 ) -> None:
     """Kernel body: blocks before ``seq_len``, which all rows of a request see.
 
@@ -95,8 +89,9 @@ def specjax_invariant_shared(
     for one result, it is the sum of all blocks. Otherwise, each block has one, which is not written
     for blocks after ``seq_len``.
     """
+    best_ref, total_ref, mixed_ref = sum_refs
     rows, heads = q_ref.shape[1:3]
-    kv_heads, num_kept = pool_ref.shape[3], best_ref.shape[2]
+    kv_heads, num_kept, scale = pool_ref.shape[3], best_ref.shape[2], form.scale * LOG2E
     group = heads // kv_heads
     request, head = pl.program_id(0) // kv_heads, pl.program_id(0) % kv_heads
     share, num_shares, tile = pl.program_id(1), pl.num_programs(1), pl.program_id(2)
@@ -113,8 +108,8 @@ def specjax_invariant_shared(
 
         def add_block(i: Array, sums: Sums) -> Sums:
             key = i * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)
-            slot = slots_of(table_ref, request, key, page_size)
-            kv = load_kv(pool_ref, layer, slot, head, q[0].dtype, implementation)
+            slot = slots_of(table_ref, request, key, form.page_size)
+            kv = load_kv(pool_ref, layer, slot, head, q[0].dtype, form.implementation)
             return _add(sums, _block(q, kv, scale, None), scale)
 
         def keep(kept: Any, sums: Sums) -> None:
@@ -140,21 +135,16 @@ def specjax_invariant_own(
     lens_ref: Any,
     q_ref: Any,
     pool_ref: Any,
-    best_ref: Any,
-    total_ref: Any,
-    mixed_ref: Any,
     *refs: Any,
-    page_size: int,
-    scale: float,
-    implementation: str,
+    form: PagedForm,
 ) -> None:
     """Kernel body: one program per (request and KV head, token) adds the token's other blocks.
 
     Without ``counts`` and ``paths``, the new tokens are a chain.
     """
-    *path_refs, out_ref = refs
-    heads = q_ref.shape[2]
-    kv_heads, num_kept = pool_ref.shape[3], best_ref.shape[2]
+    best_ref, total_ref, mixed_ref, *path_refs, out_ref = refs
+    heads, kv_heads = q_ref.shape[2], pool_ref.shape[3]
+    num_kept, scale = best_ref.shape[2], form.scale * LOG2E
     group = heads // kv_heads
     request, head = pl.program_id(0) // kv_heads, pl.program_id(0) % kv_heads
     token, layer, seq_len = pl.program_id(1), layer_ref[0], lens_ref[request]
@@ -187,8 +177,8 @@ def specjax_invariant_own(
         if path_refs:
             new = path_refs[1][request, token, jnp.maximum(key - seq_len, 0)]
             key = jnp.where(key < seq_len, key, seq_len + new)
-        slot = slots_of(table_ref, request, key, page_size)
-        kv = load_kv(pool_ref, layer, slot, head, q[0].dtype, implementation)
+        slot = slots_of(table_ref, request, key, form.page_size)
+        kv = load_kv(pool_ref, layer, slot, head, q[0].dtype, form.implementation)
         return _add(sums, _block(q, kv, scale, (position < end)[None, :]), scale)
 
     sums: Sums = empty_sums(block_rows, *(part.size for part in parts))
@@ -207,12 +197,10 @@ def specjax_invariant_prefill(
     out_ref: Any,
     *,
     block_rows: int,
-    page_size: int,
-    scale: float,
-    implementation: str,
+    form: PagedForm,
 ) -> None:
     """Kernel body: one program per (KV head, tile of query rows of one segment)."""
-    group = q_ref.shape[1] // pool_ref.shape[3]
+    group, scale = q_ref.shape[1] // pool_ref.shape[3], form.scale * LOG2E
     layer, head, tile = layer_ref[0], pl.program_id(0), pl.program_id(1)
     segment, first_row, tokens, end = (map_ref[tile, i] for i in range(4))
 
@@ -229,8 +217,8 @@ def specjax_invariant_prefill(
         def step(i: Array, sums: Sums, *, is_masked: bool) -> Sums:
             position = i * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)
             key = jnp.minimum(position, end - 1) if is_masked else position
-            slot = slots_of(table_ref, segment, key, page_size)
-            kv = load_kv(pool_ref, layer, slot, head, q[0].dtype, implementation)
+            slot = slots_of(table_ref, segment, key, form.page_size)
+            kv = load_kv(pool_ref, layer, slot, head, q[0].dtype, form.implementation)
             visible = (position - begin)[None, :] <= token[:, None] if is_masked else None
             return _add(sums, _block(q, kv, scale, visible), scale)
 
@@ -255,112 +243,78 @@ def _paths(tree_mask: Array) -> tuple[Array, Array]:
     return tree_mask.sum(axis=-1, dtype=jnp.int32), jnp.where(is_at, index, 0).sum(axis=-1)
 
 
-def _check(q: Array, pool: Array, ndim: int) -> None:
-    check_heads(q, pool, ndim)
-    group, dim = q.shape[-2] // pool.shape[3], q.shape[-1]
-    if dim not in HEAD_DIMS or pool.shape[4] < HEAD_DIMS[0] or group > MAX_ROWS:
+def _check(q: Array, inputs: PagedInputs) -> None:
+    group, dim = q.shape[-2] // inputs.pool.shape[3], q.shape[-1]
+    if dim not in HEAD_DIMS or inputs.pool.shape[4] < HEAD_DIMS[0] or group > MAX_ROWS:
         raise NotImplementedError(
             f"deterministic attention supports head dims of {HEAD_DIMS} (got {dim}; KV in words: "
             f"from 32) and at most {MAX_ROWS} query heads per KV head (got {group})"
         )
+    options = {name: getattr(inputs, name) for name in ("window", "softcap", "sinks")}
+    if names := [name for name, value in options.items() if value is not None]:
+        raise NotImplementedError(f"deterministic attention has no {', no '.join(names)}")
 
 
 def invariant_tree_attention(
     q: Array,
-    pool: Array,
-    layer: int,
-    page_table: Array,
+    inputs: PagedInputs,
     seq_lens: Array,
     tree_mask: Array | None,
-    *,
-    page_size: int,
-    implementation: str | None = None,
+    implementation: str,
 ) -> Array:
-    """Attention of T tokens per request over the request's pages; its row bits are invariant.
-
-    Arguments and result are those of :func:`~specjax.kernels.tree_attention.tree_attention`. The
-    new keys that ``tree_mask`` selects for a row must be in the order of their positions.
-    """
-    _check(q, pool, 4)
-    implementation = resolve(implementation)
-    batch, rows, heads, dim = q.shape
-    kv_heads = pool.shape[3]
-    group = heads // kv_heads
-    num_rows = rows * group
+    """The invariant form of :func:`~specjax.kernels.tree_attention.tree_attention`."""
+    _check(q, inputs)
+    (batch, rows, heads, dim), kv_heads = q.shape, inputs.pool.shape[3]
+    num_rows = rows * heads // kv_heads
     block_rows = min(MAX_ROWS, max(MIN_ROWS, power_of_two(num_rows)))
     num_tiles = pl.cdiv(num_rows, block_rows)
-    num_blocks = max(1, page_table.shape[1] * page_size // BLOCK)
+    num_blocks = max(1, inputs.page_table.shape[1] * inputs.page_size // BLOCK)
     is_enough = batch * kv_heads * num_tiles * block_rows >= MIN_ROWS * ENOUGH_PROGRAMS
     if is_enough and tree_mask is None:
-        out = invariant_prefill_attention(
-            q.reshape(-1, heads, dim),
-            pool,
-            layer,
-            page_table,
-            seq_lens,
-            jnp.full((batch,), rows, jnp.int32),
-            page_size=page_size,
-            block_rows=block_rows,
-            implementation=implementation,
-        )
-        return out.reshape(q.shape)
-    num_kept = 1 if is_enough else num_blocks
-    form = {"page_size": page_size, "scale": dim**-0.5 * LOG2E, "implementation": implementation}
-    # the layer is an operand, so that all layers of a model share one compiled kernel
-    inputs = (jnp.full((1,), layer, jnp.int32), page_table, seq_lens, q, pool)
+        packed, counts = q.reshape(-1, heads, dim), jnp.full((batch,), rows, jnp.int32)
+        prefill = partial(invariant_prefill_attention, block_rows=block_rows)
+        return prefill(packed, inputs, seq_lens, counts, implementation).reshape(q.shape)
+    num_kept, form = 1 if is_enough else num_blocks, inputs.form(q, implementation)
+    operands = inputs.layer_operand, inputs.page_table, seq_lens, q, inputs.pool
     kept = (batch, kv_heads, num_kept, num_rows)
-    sums = triton_call(
-        partial(specjax_invariant_shared, block_rows=block_rows, **form),
+    launch = partial(triton_call, num_warps=4, num_stages=2, implementation=implementation)
+    sums = launch(
+        partial(specjax_invariant_shared, block_rows=block_rows, form=form),
         grid=(batch * kv_heads, min(num_kept, MOST_SHARES), num_tiles),
         out_shape=tuple(
             jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (kept, kept, (*kept, dim))
         ),
-        num_warps=4,
-        num_stages=2,
-        implementation=implementation,
-    )(*inputs)
-    return triton_call(
-        partial(specjax_invariant_own, **form),
+    )(*operands)
+    return launch(
+        partial(specjax_invariant_own, form=form),
         grid=(batch * kv_heads, rows),
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
-        num_warps=4,
-        num_stages=2,
-        implementation=implementation,
-    )(*inputs, *sums, *(() if tree_mask is None else _paths(tree_mask)))
+    )(*operands, *sums, *(() if tree_mask is None else _paths(tree_mask)))
 
 
 def invariant_prefill_attention(
     q: Array,
-    pool: Array,
-    layer: int,
-    page_table: Array,
+    inputs: PagedInputs,
     starts: Array,
     counts: Array,
-    *,
-    page_size: int,
+    implementation: str,
     block_rows: int | None = None,
-    implementation: str | None = None,
 ) -> Array:
-    """Causal attention of W packed tokens of G requests; its row bits are invariant.
+    """The invariant form of :func:`~specjax.kernels.prefill_attention.prefill_attention`.
 
-    Arguments and result are those of
-    :func:`~specjax.kernels.prefill_attention.prefill_attention`. ``block_rows`` is the number of
-    query rows (tokens x heads of a group) per program.
+    ``block_rows`` is the number of query rows (tokens x heads of a group) per program.
     """
-    _check(q, pool, 3)
-    implementation = resolve(implementation)
-    rows, heads, dim = q.shape
-    kv_heads = pool.shape[3]
-    group = heads // kv_heads
+    _check(q, inputs)
+    rows, group = q.shape[0], q.shape[1] // inputs.pool.shape[3]
     if block_rows is None:
         block_rows = 64 if rows * group <= 2048 else 128
     work = tile_map(starts, counts, rows, block_rows // group)
-    form = {"page_size": page_size, "scale": dim**-0.5 * LOG2E, "implementation": implementation}
+    form = inputs.form(q, implementation)
     return triton_call(
-        partial(specjax_invariant_prefill, block_rows=block_rows, **form),
-        grid=(kv_heads, work.shape[0]),
+        partial(specjax_invariant_prefill, block_rows=block_rows, form=form),
+        grid=(inputs.pool.shape[3], work.shape[0]),
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
         num_warps=4 if block_rows <= 64 else 8,
         num_stages=2,
         implementation=implementation,
-    )(jnp.full((1,), layer, jnp.int32), work, page_table, q, pool)
+    )(inputs.layer_operand, work, inputs.page_table, q, inputs.pool)

@@ -14,8 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
-from specjax.kernels.backend import load, power_of_two, resolve, store, triton_call
-from specjax.kernels.tree_attention import row_dot
+from specjax.kernels.backend import load, power_of_two, resolve, row_dot, store, triton_call
 
 # row tiles that share the same columns before the next columns are read, so that they stay in L2
 GROUP = 8

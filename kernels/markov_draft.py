@@ -14,8 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
-from specjax.kernels.backend import load, power_of_two, resolve, triton_call
-from specjax.kernels.tree_attention import row_dot
+from specjax.kernels.backend import load, power_of_two, resolve, row_dot, triton_call
 
 # requests per tile, and tokens per tile at most
 ROWS, MAX_BLOCK = (16, 32), 512

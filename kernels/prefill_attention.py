@@ -4,11 +4,10 @@ Axes: W packed tokens, G segments (one per request), N query heads, KV key/value
 P pages per request. Segment g has ``counts[g]`` rows, directly after those of segment g - 1. Its
 first token is at position ``starts[g]`` of its request. A row sees the keys of its own request up
 to its own position, with a window W the last W of them. Rows after the last segment are padding.
-The pool is ``[L, slots, 2, KV, H]`` as in ``tree_attention``; page 0 is the padding page.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -16,35 +15,27 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
-from specjax.kernels.backend import power_of_two, resolve, takes_head_dim, triton_call
+from specjax.kernels.backend import INVARIANT, power_of_two, resolve, takes_head_dim, triton_call
+from specjax.kernels.invariant_attention import invariant_prefill_attention
 from specjax.kernels.kv_format import for_products, head_spans, load_kv
-from specjax.kernels.tree_attention import (
+from specjax.kernels.paged import (
     NEGATIVE,
+    PagedForm,
+    PagedInputs,
     add_keys,
     base2_scores,
-    check_heads,
     empty_sums,
-    row_dot,
-    tree_attention,
+    products,
+    segment_bounds,
+    tile_map,
     with_sinks,
 )
-
-
-def running_sums(counts: Array) -> Array:
-    """Sums i32 ``[G]`` of the first 1 to G counts, without the loop of ``cumsum`` in jax 0.12."""
-    index = jnp.arange(counts.shape[0])
-    return jnp.where(index <= index[:, None], counts, 0).sum(axis=1, dtype=jnp.int32)
-
-
-def _bounds(counts: Array, rows: int) -> tuple[Array, Array]:
-    """First rows and ends of the segments, i32 ``[G]`` each; at most ``rows``."""
-    ends = jnp.minimum(running_sums(counts), rows)
-    return jnp.concatenate([jnp.zeros_like(ends[:1]), ends[:-1]]), ends
+from specjax.kernels.tree_attention import tree_attention
 
 
 def _by_segment(q: Array, counts: Array, attention: Callable[[Array, Array], Array]) -> Array:
     """For each segment, attend with all rows to its pages, and keep the results of its own rows."""
-    firsts, ends = _bounds(counts, q.shape[0])
+    firsts, ends = segment_bounds(counts, q.shape[0])
     row = jnp.arange(q.shape[0])
 
     def segment(g: Array, out: Array) -> Array:
@@ -85,46 +76,18 @@ class PrefillTiles:
         return cls(block_rows, block_keys, num_warps=4, num_stages=3)
 
 
-@partial(jax.jit, static_argnums=(2, 3))
-def tile_map(starts: Array, counts: Array, rows: int, tile_tokens: int) -> Array:
-    """Work of each program, i32 ``[tiles, 4]``: segment, first row, number of tokens and of keys.
-
-    The last token sees all the keys. The segment is -1 for unused programs. Padding rows are tiles
-    of segment 0 without keys. Later tiles of a segment have more keys and come first, so that the
-    last programs to start are short. As a jitted function, it is traced once for all layers.
-    """
-    firsts, ends = _bounds(counts, rows)
-    segments = counts.shape[0]
-    # padding is one more segment
-    firsts = jnp.concatenate([firsts, ends[-1:]])
-    ends = jnp.concatenate([ends, jnp.full((1,), rows, jnp.int32)])
-    tile_ends = running_sums((ends - firsts + tile_tokens - 1) // tile_tokens)
-    tile_firsts = jnp.concatenate([jnp.zeros((1,), jnp.int32), tile_ends[:-1]])
-    # each segment, and the padding, has at most one partial tile
-    tiles = min(rows, rows // tile_tokens + segments + 1)
-    tile = jnp.arange(tiles - 1, -1, -1, dtype=jnp.int32)
-    segment = jnp.sum(tile[:, None] >= tile_ends, axis=1, dtype=jnp.int32)
-    owner = jnp.minimum(segment, segments)
-    token = (tile - tile_firsts[owner]) * tile_tokens
-    row = firsts[owner] + token
-    tokens = jnp.minimum(ends[owner] - row, tile_tokens)
-    is_padding = segment >= segments
-    keys = jnp.where(is_padding, 0, starts[jnp.minimum(segment, segments - 1)] + token + tokens)
-    segment = jnp.where(is_padding, jnp.where(segment > segments, -1, 0), segment)
-    return jnp.stack([segment, row, tokens, keys], axis=1)
-
-
 def specjax_prefill_attention(
+    layer_ref: Any,
+    map_ref: Any,
+    table_ref: Any,
+    q_ref: Any,
+    pool_ref: Any,
     *refs: Any,
     tiles: PrefillTiles,
-    page_size: int,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-    implementation: str,
+    form: PagedForm,
 ) -> None:
     """Kernel body: one program per (KV head, tile of query rows of one segment)."""
-    layer_ref, map_ref, table_ref, q_ref, pool_ref, *sink_refs, out_ref = refs
+    (*sink_refs, out_ref), window = refs, form.window
     group, parts = q_ref.shape[1] // pool_ref.shape[3], head_spans(pool_ref)
     layer, head, tile = layer_ref[0], pl.program_id(0), pl.program_id(1)
     segment, first_row, tokens, total = (map_ref[tile, i] for i in range(4))
@@ -146,11 +109,10 @@ def specjax_prefill_attention(
             if is_masked and window is not None:
                 # pages before all windows may belong to another request
                 key = jnp.maximum(key, jnp.maximum(first_position - window + 1, 0))
-            page = table_ref[segment, jnp.minimum(key // page_size, table_ref.shape[1] - 1)]
-            slot = page * page_size + key % page_size
-            k, v = load_kv(pool_ref, layer, slot, head, q[0].dtype, implementation)
-            products = [row_dot(x, y, transpose=True) for x, y in zip(q, k, strict=True)]
-            scores = base2_scores(sum(products[1:], products[0]), scale, softcap)
+            page = table_ref[segment, jnp.minimum(key // form.page_size, table_ref.shape[1] - 1)]
+            slot = page * form.page_size + key % form.page_size
+            k, v = load_kv(pool_ref, layer, slot, head, q[0].dtype, form.implementation)
+            scores = base2_scores(products(q, k), form.scale, form.softcap)
             seen = None
             if is_masked:
                 gap = token[:, None] - (position - first_position)[None, :]
@@ -184,16 +146,10 @@ def specjax_prefill_attention(
 
 def prefill_attention(
     q: Array,
-    pool: Array,
-    layer: int,
-    page_table: Array,
+    inputs: PagedInputs,
     starts: Array,
     counts: Array,
     *,
-    page_size: int,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: Array | None = None,
     implementation: str | None = None,
     tiles: PrefillTiles | None = None,
 ) -> Array:
@@ -201,17 +157,12 @@ def prefill_attention(
 
     Args:
         q: ``[W, N, H]``, rotated queries: the rows of segment 0, of segment 1, ..., then padding.
-        pool: ``[L, slots, 2, KV, H]``, or words of ``[L, slots, 2, KV, H / 2]``, already holding
-            the new tokens' keys and values.
-        page_table: i32 ``[G, P]``; entries after a request's pages are 0.
+        inputs: the pool, the pages of the G requests and the options of the layer.
         starts: i32 ``[G]``, position of each segment's first token.
         counts: i32 ``[G]``, tokens of each segment, possibly 0. Their sum is at most W.
-        page_size: tokens per page.
-        window: number of positions that a row sees up to its own; ``None`` means all.
-        softcap: c in the scores c * tanh(scores / c).
-        sinks: ``[N]``, a score per query head that takes attention weight but has no value.
-        implementation: the work of ``"pallas"`` is proportional to the actual tokens and keys; the
-            others process all W rows for every segment up to the last one with tokens.
+        implementation: the work of ``"pallas"`` and ``"invariant"`` is proportional to the actual
+            tokens and keys; the others process all W rows for every segment up to the last one with
+            tokens.
         tiles: launch shape of the Pallas kernel; ``None`` chooses one.
 
     Returns:
@@ -220,26 +171,26 @@ def prefill_attention(
     Raises:
         NotImplementedError: in the Pallas kernel, if the head dim is not a multiple of 16 up to
             256 (words: of 32), or if there are more query heads per KV head than rows in a tile.
+            The invariant form also refuses the options of a layer.
     """
-    check_heads(q, pool, 3)
-    if not page_table.shape[:1] == starts.shape == counts.shape:
+    inputs.check(q, 3)
+    (rows, heads, dim), pool, table = q.shape, inputs.pool, inputs.page_table
+    if not table.shape[:1] == starts.shape == counts.shape:
         raise ValueError(
-            f"page_table {page_table.shape}, starts {starts.shape} and counts {counts.shape} must "
+            f"page_table {table.shape}, starts {starts.shape} and counts {counts.shape} must "
             "be [G, P], [G] and [G]"
         )
-    implementation = resolve(
-        implementation, head_dim=q.shape[2], kv_dtype=pool.dtype, is_attention=True
-    )
+    if implementation in INVARIANT:
+        return invariant_prefill_attention(q, inputs, starts, counts, resolve(implementation))
+    implementation = resolve(implementation, head_dim=dim, kv_dtype=pool.dtype, is_attention=True)
     if implementation in ("xla", "chunked"):
 
         def attention(rows: Array, g: Array) -> Array:
-            request = page_table[g][None], starts[g][None], None
-            form = {"page_size": page_size, "implementation": implementation, "window": window}
-            form |= {"softcap": softcap, "sinks": sinks}
-            return tree_attention(rows[None], pool, layer, *request, **form)[0]
+            request = replace(inputs, page_table=table[g][None])
+            how = {"implementation": implementation}
+            return tree_attention(rows[None], request, starts[g][None], None, **how)[0]
 
         return _by_segment(q, counts, attention)
-    rows, heads, dim = q.shape
     group = heads // pool.shape[3]
     if tiles is None:
         tiles = PrefillTiles.choose(tokens=rows, group=group, head_dim=dim, dtype=q.dtype)
@@ -250,27 +201,12 @@ def prefill_attention(
             "use implementation='xla'"
         )
     work = tile_map(starts, counts, rows, tiles.block_rows // group)
+    operands = inputs.layer_operand, work, table, q, pool
     return triton_call(
-        partial(
-            specjax_prefill_attention,
-            tiles=tiles,
-            page_size=page_size,
-            scale=dim**-0.5,
-            window=window,
-            softcap=softcap,
-            implementation=implementation,
-        ),
+        partial(specjax_prefill_attention, tiles=tiles, form=inputs.form(q, implementation)),
         grid=(pool.shape[3], work.shape[0]),
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
         implementation=implementation,
-    )(
-        # an operand, so that all layers of a model share one compiled kernel
-        jnp.full((1,), layer, jnp.int32),
-        work,
-        page_table,
-        q,
-        pool,
-        *(() if sinks is None else (sinks,)),
-    )
+    )(*operands, *(() if inputs.sinks is None else (inputs.sinks,)))

@@ -5,9 +5,7 @@ key/value heads, H head dim, P pages per request. The U new keys of a request ar
 positions ``seq_len .. seq_len + U - 1``. A row sees every key before ``seq_len``, and the new keys
 that the mask selects. With a window W, a row sees no key W or more positions before its own. In a
 verified tree, all T rows are new keys. A tree level that is being drafted also sees the new keys of
-the levels above it. The pool is ``[L, slots, 2, KV, H]`` with adjacent keys and values of a token,
-so one store writes both. Its dtype is that of the queries, or it has words of two values in e4m3,
-which are converted where they are read. Page 0 is the padding page.
+the levels above it.
 """
 
 from dataclasses import dataclass
@@ -19,20 +17,30 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.experimental import pallas as pl
-from specjax.kernels.backend import WORD, resolve, spans, takes_head_dim, triton_call
-from specjax.kernels.kv_format import (
-    for_products,
-    from_pool,
-    head_dim_of,
-    head_spans,
-    load_kv,
-    slots_of,
+from specjax.kernels.backend import (
+    INVARIANT,
+    WORD,
+    resolve,
+    spans,
+    takes_head_dim,
+    triton_call,
+)
+from specjax.kernels.invariant_attention import invariant_tree_attention
+from specjax.kernels.kv_format import for_products, from_pool, head_spans, load_kv, slots_of
+from specjax.kernels.paged import (
+    LOG2E,
+    NEGATIVE,
+    PagedForm,
+    PagedInputs,
+    add_keys,
+    base2_scores,
+    empty_sums,
+    products,
+    with_sinks,
 )
 
 # keys per step of "chunked"; with 256, a short context needs one step and no loop overhead
 CHUNK = 256
-# finite, so that the difference of two of them is 0 and not NaN
-NEGATIVE = -1e30
 
 
 def _offsets(seq_lens: Array, tree_mask: Array | None, rows: int, positions: Array | None) -> Array:
@@ -70,23 +78,25 @@ def _near(tree_mask: Array, window: int) -> Array:
     return tree_mask & (following.sum(axis=-1, dtype=jnp.int32) <= window)
 
 
-def _gather(
-    pool: Array, layer: int, page_table: Array, keys: Array, page_size: int, dtype: jnp.dtype
-) -> tuple[Array, Array]:
+def _gather(inputs: PagedInputs, keys: Array, dtype: jnp.dtype) -> tuple[Array, Array]:
     """Keys and values ``[B, C, KV, H]`` at positions ``keys [C]`` of each request."""
+    pool, page_size = inputs.pool, inputs.page_size
     num_slots = pool.shape[1]
-    pages = page_table.at[:, keys // page_size].get(mode="fill", fill_value=0)
+    pages = inputs.page_table.at[:, keys // page_size].get(mode="fill", fill_value=0)
     slots = pages * page_size + keys % page_size
     # one index for layer and slot, because slicing out the layer first would copy it
-    rows = from_pool(pool.reshape(-1, *pool.shape[2:])[layer * num_slots + slots], dtype)
+    rows = from_pool(pool.reshape(-1, *pool.shape[2:])[inputs.layer * num_slots + slots], dtype)
     return rows[:, :, 0], rows[:, :, 1]
+
+
+def _product(axes: str, x: Array, y: Array) -> Array:
+    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    return jnp.einsum(axes, x, y, precision=precision, preferred_element_type=jnp.float32)
 
 
 def _scores(q: Array, k: Array, visible: Array, softcap: float | None) -> Array:
     """Masked float32 scores ``[B, T, KV, G, C]`` of grouped queries ``[B, T, KV, G, H]``."""
-    precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
-    float32 = {"precision": precision, "preferred_element_type": jnp.float32}
-    scores = jnp.einsum("btkgh,bckh->btkgc", q, k, **float32) * q.shape[-1] ** -0.5
+    scores = _product("btkgh,bckh->btkgc", q, k) * q.shape[-1] ** -0.5
     if softcap is not None:
         scores = softcap * jnp.tanh(scores / softcap)
     return jnp.where(visible[:, :, None, None, :], scores, -jnp.inf)
@@ -94,42 +104,32 @@ def _scores(q: Array, k: Array, visible: Array, softcap: float | None) -> Array:
 
 def _mix(weights: Array, v: Array) -> Array:
     """Float32 ``[B, T, KV, G, H]``: values weighted by ``[B, T, KV, G, C]``."""
-    precision = jax.lax.Precision.HIGHEST if v.dtype == jnp.float32 else None
-    return jnp.einsum(
-        "btkgc,bckh->btkgh",
-        weights.astype(v.dtype),
-        v,
-        precision=precision,
-        preferred_element_type=jnp.float32,
-    )
+    return _product("btkgc,bckh->btkgh", weights.astype(v.dtype), v)
 
 
 def _dense_or_chunked(
     q: Array,
-    pool: Array,
-    layer: int,
-    page_table: Array,
+    inputs: PagedInputs,
     seq_lens: Array,
     tree_mask: Array | None,
-    page_size: int,
     oldest: Array | None,
-    softcap: float | None,
-    sinks: Array | None,
+    *,
     is_chunked: bool,
 ) -> Array:
     """Attend to all keys of the page table at once, or in chunks up to the longest request."""
     batch, rows, _, dim = q.shape
-    grouped = q.reshape(batch, rows, pool.shape[3], -1, dim)
+    num_keys, sinks = inputs.page_table.shape[1] * inputs.page_size, inputs.sinks
+    grouped = q.reshape(batch, rows, inputs.pool.shape[3], -1, dim)
 
     def scores_of(keys: Array) -> tuple[Array, Array]:
-        k, v = _gather(pool, layer, page_table, keys, page_size, q.dtype)
+        k, v = _gather(inputs, keys, q.dtype)
         visible = _visible(keys, seq_lens, tree_mask, rows, oldest)
         if oldest is not None:  # pages before all windows may belong to another request
             v = jnp.where(visible.any(axis=1)[:, :, None, None], v, 0)
-        return _scores(grouped, k, visible, softcap), v
+        return _scores(grouped, k, visible, inputs.softcap), v
 
     if not is_chunked and sinks is None:
-        scores, v = scores_of(jnp.arange(page_table.shape[1] * page_size, dtype=jnp.int32))
+        scores, v = scores_of(jnp.arange(num_keys, dtype=jnp.int32))
         return _mix(jax.nn.softmax(scores, axis=-1), v).astype(q.dtype).reshape(q.shape)
 
     def chunk(i: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
@@ -162,7 +162,6 @@ def _dense_or_chunked(
 MAX_MASKED = 128
 # rows per dot: the smallest tile of the tensor cores, and the maximum per pass over the keys
 MIN_ROWS, MAX_ROWS = 16, 64
-LOG2E = 1.4426950408889634
 
 
 @dataclass(frozen=True)
@@ -218,49 +217,6 @@ def _mask_words(tree_mask: Array) -> Array:
     return jax.lax.bitcast_convert_type(words, jnp.int32)
 
 
-def empty_sums(rows: int, *sizes: int) -> tuple[Array, ...]:
-    """Highest score, sum of weights, and sums of weighted values of each row, over no keys."""
-    lowest = jnp.full((rows,), NEGATIVE, jnp.float32)
-    sums = (jnp.zeros((rows, size), jnp.float32) for size in sizes)
-    return lowest, jnp.zeros((rows,), jnp.float32), *sums
-
-
-def base2_scores(sums: Array, scale: float, softcap: float | None) -> Array:
-    """Scores from products of queries and keys, for weights that are powers of two."""
-    if softcap is None:
-        return sums * (scale * LOG2E)
-    return jnp.tanh(sums * (scale / softcap)) * (softcap * LOG2E)
-
-
-def add_keys(
-    sums: tuple[Array, ...], scores: Array, values: list[Array], visible: Array | None
-) -> tuple[Array, ...]:
-    """Add keys with masked scores ``[rows, C]`` to the sums of rows.
-
-    ``visible`` is needed if a row may see none of the keys so far: its best score is then that of a
-    masked key, which has to have the weight 0.
-    """
-    best, weight, *mixed = sums
-    new_best = jnp.maximum(best, jnp.max(scores, axis=1))
-    weights = jnp.exp2(scores - new_best[:, None])
-    if visible is not None:
-        weights = jnp.where(visible, weights, 0.0)
-    decay = jnp.exp2(best - new_best)
-    mixed = [
-        x * decay[:, None] + row_dot(weights.astype(v.dtype), v, transpose=False)
-        for x, v in zip(mixed, values, strict=True)
-    ]
-    return new_best, weight * decay + jnp.sum(weights, axis=1), *mixed
-
-
-def with_sinks(best: Array, weight: Array, mixed: Any, sinks: Array) -> tuple[Array, Any]:
-    """Add scores without values to the sums of rows; return sums of weights and of values."""
-    score = sinks.astype(jnp.float32) * LOG2E
-    highest = jnp.maximum(best, score)
-    decay = jnp.exp2(best - highest)
-    return weight * decay + jnp.exp2(score - highest), [x * decay[:, None] for x in mixed]
-
-
 def specjax_tree_attention(
     layer_ref: Any,
     table_ref: Any,
@@ -269,20 +225,16 @@ def specjax_tree_attention(
     pool_ref: Any,
     *refs: Any,
     tiles: AttentionTiles,
-    page_size: int,
-    scale: float,
+    form: PagedForm,
     num_new: int,
-    window: int | None,
-    softcap: float | None,
-    given: tuple[str, ...],
-    implementation: str,
+    names: tuple[str, ...],
 ) -> None:
     """Kernel body: one program per (request and KV head, context split, tile of query rows).
 
-    ``given`` names the further inputs: words of the mask, positions of the rows, sinks.
+    ``names`` are those of the optional inputs: words of the mask, positions of the rows, sinks.
     """
-    inputs, outputs = dict(zip(given, refs, strict=False)), refs[len(given) :]
-    out_ref, *partial_refs = outputs
+    inputs, (out_ref, *partial_refs) = dict(zip(names, refs, strict=False)), refs[len(names) :]
+    window = form.window
     rows, heads = q_ref.shape[1:3]
     kv_heads = pool_ref.shape[3]
     group, parts = heads // kv_heads, head_spans(pool_ref)
@@ -325,10 +277,9 @@ def specjax_tree_attention(
         key = jnp.minimum(position, total - 1) if is_masked else position
         if window is not None:  # pages before all windows may belong to another request
             key = jnp.maximum(key, begin)
-        slot = slots_of(table_ref, request, key, page_size)
-        keys, values = load_kv(pool_ref, layer, slot, head, q[0].dtype, implementation)
-        products = [row_dot(x, k, transpose=True) for x, k in zip(q, keys, strict=True)]
-        scores = base2_scores(sum(products[1:], products[0]), scale, softcap)
+        slot = slots_of(table_ref, request, key, form.page_size)
+        keys, values = load_kv(pool_ref, layer, slot, head, q[0].dtype, form.implementation)
+        scores = base2_scores(products(q, keys), form.scale, form.softcap)
         visible = visible_keys(position) if is_masked else None
         if visible is not None:
             scores = jnp.where(visible, scores, NEGATIVE)
@@ -394,43 +345,13 @@ def specjax_merge_splits(mixed_ref: Any, max_ref: Any, sum_ref: Any, *refs: Any)
         out_ref[request, token, member, part] = (mixed / weight).astype(out_ref.dtype)
 
 
-def row_dot(x: Array, y: Array, *, transpose: bool) -> Array:
-    """``x @ y`` (or ``x @ y.T``) accumulated in float32; float32 operands keep full precision."""
-    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    contracting = ((1,), (1 if transpose else 0,))
-    return jax.lax.dot_general(
-        x, y, (contracting, ((), ())), precision=precision, preferred_element_type=jnp.float32
-    )
-
-
-def check_heads(q: Array, pool: Array, ndim: int) -> None:
-    """Reject queries ``[..., N, H]`` that do not fit a pool ``[L, slots, 2, KV, H]``."""
-    if q.ndim != ndim:
-        raise ValueError(f"q {q.shape} must have {ndim} dimensions")
-    heads, dim = q.shape[-2:]
-    if pool.ndim != 5 or pool.shape[2] != 2 or head_dim_of(pool) != dim:
-        wanted = dim // 2 if pool.dtype == WORD else dim
-        raise ValueError(f"pool {pool.dtype}{pool.shape} must be [L, slots, 2, KV, {wanted}]")
-    if heads % pool.shape[3]:
-        raise ValueError(
-            f"the number of query heads ({heads}) must be a multiple of the number of KV heads "
-            f"({pool.shape[3]})"
-        )
-
-
 def tree_attention(
     q: Array,
-    pool: Array,
-    layer: int,
-    page_table: Array,
+    inputs: PagedInputs,
     seq_lens: Array,
     tree_mask: Array | None,
     *,
-    page_size: int,
     positions: Array | None = None,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: Array | None = None,
     implementation: str | None = None,
     tiles: AttentionTiles | None = None,
 ) -> Array:
@@ -438,22 +359,17 @@ def tree_attention(
 
     Args:
         q: ``[B, T, N, H]``, rotated queries.
-        pool: ``[L, slots, 2, KV, H]``, or words of ``[L, slots, 2, KV, H / 2]``, already holding
-            the new tokens' keys and values.
-        page_table: i32 ``[B, P]``; entries after a request's pages are 0.
+        inputs: the pool, the pages of the B requests and the options of the layer. With a window
+            and without ``positions``, new keys after the row stay visible if the mask selects them.
         seq_lens: i32 ``[B]``, tokens before the new ones.
         tree_mask: bool ``[B, T, U]``, true if a row sees a new key; ``None`` means causal over the
             T new tokens. A row must see itself.
-        page_size: tokens per page.
         positions: i32 ``[B, T]``, the positions of the rows of a tree, of which each sees its
             ancestors; only a window needs them. ``None`` means consecutive positions, the last ones
             of the U.
-        window: number of positions that a row sees up to its own; ``None`` means all. Without
-            ``positions``, new keys after the row stay visible if the mask selects them.
-        softcap: c in the scores c * tanh(scores / c).
-        sinks: ``[N]``, a score per query head that takes attention weight but has no value.
         implementation: ``"chunked"`` (a loop over the context), ``"pallas"`` (reads each page once
-            for up to 64 query rows of a KV head) or ``"xla"`` (all keys at once).
+            for up to 64 query rows of a KV head), ``"xla"`` (all keys at once) or ``"invariant"``
+            (kernels/invariant_attention.py; the new keys of a row are in the order of positions).
         tiles: launch shape of the Pallas kernel; ``None`` chooses one.
 
     Returns:
@@ -462,15 +378,14 @@ def tree_attention(
     Raises:
         ValueError: for mismatched shapes, a window below 1 or an unknown implementation.
         NotImplementedError: in the Pallas kernel, for a tree mask over more than ``MAX_MASKED``
-            keys, or if the head dim is not a multiple of 16 (words: 32) up to 256.
+            keys, or if the head dim is not a multiple of 16 (words: 32) up to 256. The invariant
+            form also refuses the options of a layer.
     """
-    check_heads(q, pool, 4)
-    if window is not None and window < 1:
-        raise ValueError(f"window={window} must be at least 1")
-    implementation = resolve(
-        implementation, head_dim=q.shape[3], kv_dtype=pool.dtype, is_attention=True
-    )
-    batch, rows, heads, dim = q.shape
+    inputs.check(q, 4)
+    (batch, rows, heads, dim), pool, window = q.shape, inputs.pool, inputs.window
+    if implementation in INVARIANT:
+        return invariant_tree_attention(q, inputs, seq_lens, tree_mask, resolve(implementation))
+    implementation = resolve(implementation, head_dim=dim, kv_dtype=pool.dtype, is_attention=True)
     num_new = rows if tree_mask is None else tree_mask.shape[2]
     if window is None or tree_mask is None:
         positions = None
@@ -483,19 +398,8 @@ def tree_attention(
             oldest = seq_lens[:, None] + offsets - window + 1
             if positions is not None:
                 oldest = jnp.minimum(oldest, seq_lens[:, None])
-        return _dense_or_chunked(
-            q,
-            pool,
-            layer,
-            page_table,
-            seq_lens,
-            tree_mask,
-            page_size,
-            oldest,
-            softcap,
-            sinks,
-            implementation == "chunked",
-        )
+        is_chunked = implementation == "chunked"
+        return _dense_or_chunked(q, inputs, seq_lens, tree_mask, oldest, is_chunked=is_chunked)
     kv_heads = pool.shape[3]
     group = heads // kv_heads
     if (num_new > MAX_MASKED and tree_mask is not None) or not takes_head_dim(dim, pool.dtype):
@@ -504,7 +408,7 @@ def tree_attention(
             f"{num_new}), and head dims of multiples of 16 (KV in words: 32) up to 256 (got {dim});"
             " use implementation='xla'"
         )
-    context = page_table.shape[1] * page_size
+    context = inputs.page_table.shape[1] * inputs.page_size
     if tiles is None:
         tiles = AttentionTiles.choose(
             batch=batch,
@@ -518,37 +422,25 @@ def tree_attention(
     shape = (batch, kv_heads, tiles.num_splits, row_tiles * tiles.block_rows)
     output = jax.ShapeDtypeStruct(q.shape, q.dtype)
     parts = [jax.ShapeDtypeStruct(x, jnp.float32) for x in ((*shape, dim), shape, shape)]
-    # a sink is added once, where the splits are merged
-    own_sinks = sinks if tiles.num_splits == 1 else None
     words = None if tree_mask is None else _mask_words(tree_mask)
-    inputs = {"words": words, "positions": positions, "sinks": own_sinks}
-    inputs = {name: value for name, value in inputs.items() if value is not None}
+    # a sink is added once; several splits add it where they are merged
+    sinks = inputs.sinks if tiles.num_splits == 1 else None
+    optional = {"words": words, "positions": positions, "sinks": sinks}
+    optional = {name: value for name, value in optional.items() if value is not None}
     out = triton_call(
         partial(
             specjax_tree_attention,
             tiles=tiles,
-            page_size=page_size,
-            scale=dim**-0.5,
+            form=inputs.form(q, implementation),
             num_new=num_new,
-            window=window,
-            softcap=softcap,
-            given=tuple(inputs),
-            implementation=implementation,
+            names=tuple(optional),
         ),
         grid=(batch * kv_heads, tiles.num_splits, row_tiles),
         out_shape=output if tiles.num_splits == 1 else tuple(parts),
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
         implementation=implementation,
-    )(
-        # an operand, so that all layers of a model share one compiled kernel
-        jnp.full((1,), layer, jnp.int32),
-        page_table,
-        seq_lens,
-        q,
-        pool,
-        *inputs.values(),
-    )
+    )(inputs.layer_operand, inputs.page_table, seq_lens, q, pool, *optional.values())
     if tiles.num_splits == 1:
         return out
     return triton_call(
@@ -557,4 +449,4 @@ def tree_attention(
         out_shape=output,
         num_warps=max(1, min(4, tiles.num_splits * dim // 1024)),
         implementation=implementation,
-    )(*out, *(() if sinks is None else (sinks,)))
+    )(*out, *(() if inputs.sinks is None else (inputs.sinks,)))

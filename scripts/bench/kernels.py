@@ -16,7 +16,6 @@ import statistics
 import time
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from specjax.kernels.accept_tree import SlotRows, accept_tree, compact_tree
 from specjax.kernels.kv_rows import move_kv
+from specjax.kernels.paged import PagedInputs
 from specjax.kernels.tree_attention import tree_attention
 
 from bench import common
@@ -151,7 +151,6 @@ def _attention(grid: dict[str, Any], page_size: int) -> Case:
     sizes = {name: grid[name] for name in ("B", "T", "context", "N", "KV", "H")}
     batch, rows, context, heads, kv_heads, dim = sizes.values()
     pages, layers = context // page_size, grid["layers"]
-    attention = partial(tree_attention, page_size=page_size)
     rng = np.random.default_rng(0)
     table = rng.permutation(np.arange(1, batch * pages + 1)).reshape(batch, pages)
     shape = (layers, (batch * pages + 1) * page_size, 2, kv_heads, dim)
@@ -160,11 +159,12 @@ def _attention(grid: dict[str, Any], page_size: int) -> Case:
     ints = [jnp.asarray(x, jnp.int32) for x in (table, np.full(batch, context - rows))]
 
     def step(q: jax.Array, constants: Arrays, call: int, implementation: str) -> Any:
-        pool, *ints = constants
-        return attention(q, pool, call % layers, *ints, None, implementation=implementation), None
+        pool, table, lens = constants
+        inputs = PagedInputs(pool, call % layers, table, page_size)
+        return tree_attention(q, inputs, lens, None, implementation=implementation), None
 
-    wide = q.astype(jnp.float32), pool[1:2].astype(jnp.float32)
-    exact = attention(*wide, 0, *ints, None, implementation="xla")
+    wide = PagedInputs(pool[1:2].astype(jnp.float32), 0, ints[0], page_size)
+    exact = tree_attention(q.astype(jnp.float32), wide, ints[1], None, implementation="xla")
     got = jax.jit(lambda q, *fixed: step(q, fixed, 1, _runnable("pallas"))[0])(q, pool, *ints)
     error = float(jnp.max(jnp.abs(got.astype(jnp.float32) - exact)) / jnp.max(jnp.abs(exact)))
     if not error <= BOUND:

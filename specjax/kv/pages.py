@@ -2,30 +2,20 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from specjax.kernels.backend import INVARIANT
-from specjax.kernels.invariant_attention import (
-    invariant_prefill_attention,
-    invariant_tree_attention,
-)
 from specjax.kernels.kv_rows import move_kv
-from specjax.kernels.prefill_attention import prefill_attention, running_sums
+from specjax.kernels.paged import PagedInputs, running_sums
+from specjax.kernels.prefill_attention import prefill_attention
 from specjax.kernels.rope_store import rope_store
 from specjax.kernels.tree_attention import tree_attention
 from specjax.models.layers import Store
 from specjax.models.rope import RopeTables
 from specjax.types import SplitPool
-
-INVARIANT_FORMS: dict[Callable[..., Array], Callable[..., Array]] = {
-    tree_attention: invariant_tree_attention,
-    prefill_attention: invariant_prefill_attention,
-}
 
 
 @jax.tree_util.register_dataclass
@@ -138,16 +128,11 @@ class PageView:
     def _over_pages(
         self, attention: Callable[..., Array], **segments: Array | None
     ) -> Callable[..., Array]:
-        if self.implementation in INVARIANT:
-            attention = INVARIANT_FORMS[attention]
-            segments.pop("positions", None)  # of windows, which they do not have
-        return partial(
-            attention,
-            page_table=self.page_table,
-            page_size=self.page_size,
-            implementation=self.implementation,
-            **segments,
-        )
+        def attend(q: Array, kv: Array, layer: int, **options: Any) -> Array:
+            inputs = PagedInputs(kv, layer, self.page_table, self.page_size, **options)
+            return attention(q, inputs, implementation=self.implementation, **segments)
+
+        return attend
 
 
 @dataclass(frozen=True)

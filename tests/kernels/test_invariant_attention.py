@@ -7,12 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from specjax.kernels.backend import WORD
-from specjax.kernels.invariant_attention import (
-    BLOCK,
-    invariant_prefill_attention,
-    invariant_tree_attention,
-)
+from specjax.kernels.invariant_attention import BLOCK
 from specjax.kernels.kv_format import from_pool, to_pool
+from specjax.kernels.paged import PagedInputs
+from specjax.kernels.prefill_attention import prefill_attention
+from specjax.kernels.tree_attention import tree_attention
 
 from tests.kernels import test_prefill_attention as prefill_cases
 from tests.kernels.lowering import lower_for_cuda
@@ -26,7 +25,7 @@ CASES = [
     (33, 2, 8, 4, 16, 16, 10),
 ]
 BOUNDS = {"float32": 1e-5, "bfloat16": 2e-2}
-RUNS = ["interpret", pytest.param("pallas", marks=pytest.mark.gpu)]
+RUNS = ["invariant-interpret", pytest.param("invariant", marks=pytest.mark.gpu)]
 
 
 @pytest.mark.parametrize("implementation", RUNS)
@@ -48,9 +47,8 @@ def test_tree_attention_equals_brute_force(implementation, case, dtype, tree):
         unread[slots_of(pages, np.arange(length + case[1]), page_size)] = False
     expected = brute_force(q, pool, table, lens, mask, page_size)
     pool = pool.at[:, unread].set(jnp.nan)
-    form = {"page_size": page_size, "implementation": implementation}
-    call = jax.jit(partial(invariant_tree_attention, **form), static_argnums=2)
-    out = call(q, pool, 1, table, lens, mask if tree else None)
+    call = jax.jit(partial(tree_attention, implementation=implementation))
+    out = call(q, PagedInputs(pool, 1, table, page_size), lens, mask if tree else None)
     assert out.dtype == q.dtype
     assert relative_error(out, expected) < BOUNDS[dtype]
 
@@ -59,9 +57,8 @@ def test_tree_attention_equals_brute_force(implementation, case, dtype, tree):
 def test_pools_of_8_bit_floats(implementation):
     q, pool, table, lens, mask, page_size = make_case(CASES[2], "bfloat16", True)
     stored = to_pool(pool, WORD)
-    form = {"page_size": page_size, "implementation": implementation}
-    call = jax.jit(partial(invariant_tree_attention, **form), static_argnums=2)
-    out = call(q, stored, 1, table, lens, mask)
+    call = jax.jit(partial(tree_attention, implementation=implementation))
+    out = call(q, PagedInputs(stored, 1, table, page_size), lens, mask)
     expected = brute_force(q, from_pool(stored, jnp.float32), table, lens, mask, page_size)
     assert relative_error(out, expected) < BOUNDS["bfloat16"]
 
@@ -70,7 +67,7 @@ def test_pools_of_8_bit_floats(implementation):
 # the last case has a head dim that these kernels do not take
 @pytest.mark.parametrize("case", prefill_cases.CASES[:-1], ids=str)
 def test_prefill_attention_equals_the_reference(implementation, case):
-    function = partial(invariant_prefill_attention, implementation=implementation)
+    function = partial(prefill_attention, implementation=implementation)
     prefill_cases.check_no_slot_after_the_end(function, case)
 
 
@@ -98,11 +95,11 @@ def test_bits_do_not_depend_on_batch_prompt_or_tree(heads):
     q, kv, pool, table = sequence(heads, length, page_size)
     every = jnp.arange(length)
     pool = pool.at[0, slots_of(table[0], every, page_size)].set(kv)
-    form = {"page_size": page_size, "implementation": "pallas"}
-    prefill = jax.jit(partial(invariant_prefill_attention, **form), static_argnums=2)
-    decode = jax.jit(partial(invariant_tree_attention, **form), static_argnums=2)
+    prefill = jax.jit(partial(prefill_attention, implementation="invariant"))
+    decode = jax.jit(partial(tree_attention, implementation="invariant"))
     ints = partial(jnp.asarray, dtype=jnp.int32)
-    expected = np.asarray(prefill(q, pool, 0, table[:1], ints([0]), ints([length])))
+    text = PagedInputs(pool, 0, table[:1], page_size)
+    expected = np.asarray(prefill(q, text, ints([0]), ints([length])))
     # in pieces
     for start, count, width in (
         (0, 100, 128),
@@ -111,7 +108,7 @@ def test_bits_do_not_depend_on_batch_prompt_or_tree(heads):
         (5001, 1500, 2048),
     ):
         rows = jnp.zeros((width, *q.shape[1:]), q.dtype).at[:count].set(q[start : start + count])
-        out = prefill(rows, pool, 0, table[:1], ints([start]), ints([count]))
+        out = prefill(rows, text, ints([start]), ints([count]))
         assert (np.asarray(out[:count]) == expected[start : start + count]).all(), (start, count)
     # plain decoding and chains, in batches of 1 to 64, at every residue of a block
     for batch, tokens in (
@@ -129,7 +126,8 @@ def test_bits_do_not_depend_on_batch_prompt_or_tree(heads):
             lens = rng.integers(0, length // BLOCK - 1, batch) * BLOCK + residue
             lens[0] = residue
             places = lens[:, None] + np.arange(tokens)
-            out = decode(q[places], pool, 0, jnp.repeat(table[:1], batch, 0), ints(lens), None)
+            texts = PagedInputs(pool, 0, jnp.repeat(table[:1], batch, 0), page_size)
+            out = decode(q[places], texts, ints(lens), None)
             assert (np.asarray(out) == expected[places]).all(), (batch, tokens, residue)
     # a tree in which one path is the text, at every residue
     for batch, rows in ((1, 16), (8, 16), (32, 16), (2, 64)):
@@ -154,27 +152,37 @@ def test_bits_do_not_depend_on_batch_prompt_or_tree(heads):
             queries = queries.at[0, nodes].set(q[one : one + len(path)])
             tables = jnp.concatenate([table[1:], jnp.repeat(table[:1], batch - 1, 0)])
             masks = jnp.asarray(np.broadcast_to(mask, (batch, rows, rows)))
-            out = decode(queries, kept, 0, tables, ints(lens), masks)
+            out = decode(queries, PagedInputs(kept, 0, tables, page_size), ints(lens), masks)
             wanted = expected[one : one + len(path)]
             assert (np.asarray(out)[0, nodes] == wanted).all(), (batch, rows, residue)
 
 
+@pytest.mark.parametrize("name", ["window", "softcap", "sinks"])
+def test_options_of_a_layer_are_refused(name):
+    pool, ints = jnp.zeros((1, 32, 2, 1, 16)), jnp.zeros(1, jnp.int32)
+    inputs = PagedInputs(pool, 0, jnp.zeros((1, 2), jnp.int32), 16, **{name: 1})
+    how = {"implementation": "invariant"}
+    with pytest.raises(NotImplementedError, match=name):
+        tree_attention(jnp.zeros((1, 1, 1, 16)), inputs, ints, None, **how)
+    with pytest.raises(NotImplementedError, match=name):
+        prefill_attention(jnp.zeros((1, 1, 16)), inputs, ints, ints, **how)
+
+
 @pytest.mark.slow
 def test_kernels_lower_for_cuda():
-    form = {"page_size": 16, "implementation": "pallas"}
-    tree = partial(invariant_tree_attention, **form)
-    prefill = partial(invariant_prefill_attention, **form)
+    tree = partial(tree_attention, implementation="invariant")
+    prefill = partial(prefill_attention, implementation="invariant")
     ints = partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
     for heads, kv_heads, dim in HEADS:
         pool = jax.ShapeDtypeStruct((2, 640, 2, kv_heads, dim), jnp.bfloat16)
         for batch, rows in ((1, 1), (2, 16), (64, 8)):
             q = jax.ShapeDtypeStruct((batch, rows, heads, dim), pool.dtype)
             mask = jax.ShapeDtypeStruct((batch, rows, rows), jnp.bool_) if rows == 16 else None
-            request = ints((batch, 20)), ints((batch,)), mask
-            text = lower_for_cuda(lambda q, pool, *rest: tree(q, pool, 1, *rest), q, pool, *request)
+            inputs = PagedInputs(pool, ints(()), ints((batch, 20)), 16)
+            text = lower_for_cuda(tree, q, inputs, ints((batch,)), mask)
             names = ("shared", "own") if batch < 64 else ("prefill",)
             assert all(f"specjax_invariant_{name}" in text for name in names)
         q = jax.ShapeDtypeStruct((96, heads, dim), pool.dtype)
-        request = ints((2, 20)), ints((2,)), ints((2,))
-        text = lower_for_cuda(lambda q, pool, *rest: prefill(q, pool, 1, *rest), q, pool, *request)
+        inputs = PagedInputs(pool, ints(()), ints((2, 20)), 16)
+        text = lower_for_cuda(prefill, q, inputs, ints((2,)), ints((2,)))
         assert "specjax_invariant_prefill" in text

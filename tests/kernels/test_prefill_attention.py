@@ -1,5 +1,6 @@
 """Prefill attention: every implementation, compared with dense numpy in float64."""
 
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 from specjax.kernels.backend import WORD
 from specjax.kernels.kv_format import from_pool, to_pool
+from specjax.kernels.paged import PagedInputs
 from specjax.kernels.prefill_attention import PrefillTiles, prefill_attention
 
 
@@ -116,7 +118,7 @@ def check(function, case, dtype, **options):
 def jitted(function, case, **options):
     return jax.jit(
         lambda q, pool, table, starts, counts: function(
-            q, pool, 1, table, starts, counts, page_size=case.page_size, **options
+            q, PagedInputs(pool, 1, table, case.page_size, **options), starts, counts
         )
     )
 
@@ -254,17 +256,20 @@ def test_kernel_reads_no_slot_after_the_end():
 
 
 def test_unsupported_inputs_are_refused():
-    q, pool, *ints = make_case(CASES[0], "float32")
+    q, pool, table, *ints = make_case(CASES[0], "float32")
+    inputs = PagedInputs(pool, 0, table, 4)
     with pytest.raises(NotImplementedError, match=r"got 12\)"):
-        PALLAS(q[..., :12], pool[..., :12], 0, *ints, page_size=4)
+        PALLAS(q[..., :12], replace(inputs, pool=pool[..., :12]), *ints)
     with pytest.raises(NotImplementedError, match=r"most 64 query heads .* \(got 80\)"):
-        PALLAS(jnp.tile(q, (1, 20, 1)), pool, 0, *ints, page_size=4)
+        PALLAS(jnp.tile(q, (1, 20, 1)), inputs, *ints)
     with pytest.raises(ValueError, match="must be"):
-        REFERENCE(q, pool[..., :8], 0, *ints, page_size=4)
+        REFERENCE(q, replace(inputs, pool=pool[..., :8]), *ints)
     with pytest.raises(ValueError, match="must have 3 dimensions"):
-        REFERENCE(q[None], pool, 0, *ints, page_size=4)
+        REFERENCE(q[None], inputs, *ints)
     with pytest.raises(ValueError, match=r"starts \(5,\)"):
-        REFERENCE(q, pool, 0, ints[0], ints[1][:5], ints[2], page_size=4)
+        REFERENCE(q, inputs, ints[0][:5], ints[1])
+    with pytest.raises(ValueError, match="window=0"):
+        REFERENCE(q, replace(inputs, window=0), *ints)
     with pytest.raises(ValueError, match="block_rows=48"):
         PrefillTiles(block_rows=48, block_keys=16, num_warps=4, num_stages=2)
 

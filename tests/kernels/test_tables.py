@@ -13,6 +13,7 @@ from specjax.kernels.draw_tokens import draw_tokens
 from specjax.kernels.filter_logits import logit_thresholds
 from specjax.kernels.kv_rows import gather_rows, move_kv, scatter_rows
 from specjax.kernels.markov_draft import markov_draft
+from specjax.kernels.paged import PagedInputs
 from specjax.kernels.prefill_attention import prefill_attention
 from specjax.kernels.rope_store import rope_store
 from specjax.kernels.token_logprobs import token_logprobs
@@ -141,11 +142,11 @@ def test_attention_lowers_for_cuda_and_its_layers_share_one_kernel(
         attention, q, last = prefill_attention, ((rows, heads, dim), dtype), (lens, lens)
     else:
         attention, q, last = tree_attention, ((batch, rows, heads, dim), dtype), (lens,)
+    options: dict[str, Any] = {}
     if num_masked == "window":  # of a block whose rows see each other
-        attention, num_masked = partial(attention, window=512), rows
+        options, num_masked = {"window": 512}, rows
     if "options" in str(num_masked):  # all of them
-        sinks = jnp.zeros(heads, dtype)
-        attention = partial(attention, window=64, softcap=50.0, sinks=sinks)
+        options = {"window": 64, "softcap": 50.0, "sinks": jnp.zeros(heads, dtype)}
     if num_masked == "options":
         places = jnp.zeros((batch, rows), jnp.int32)
         attention, num_masked = partial(attention, positions=places), rows
@@ -156,8 +157,9 @@ def test_attention_lowers_for_cuda_and_its_layers_share_one_kernel(
     kernels = []
     for layer in (0, 1):
 
-        def call(q, pool, *ints, layer=layer):
-            return attention(q, pool, layer, *ints, page_size=16, implementation="pallas")
+        def call(q, pool, table, *ints, layer=layer):
+            inputs = PagedInputs(pool, layer, table, 16, **options)
+            return attention(q, inputs, *ints, implementation="pallas")
 
         text = lower_for_cuda(call, *shapes((q, pool, ((batch, pages), I32), *last)))
         lines = [line for line in text.splitlines() if f"specjax_{call_name(attention)}" in line]

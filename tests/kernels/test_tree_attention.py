@@ -1,5 +1,6 @@
 """Tree attention: every implementation, compared with dense numpy in float64."""
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 from specjax.kernels.backend import WORD
 from specjax.kernels.kv_format import from_pool, to_pool
+from specjax.kernels.paged import PagedInputs
 from specjax.kernels.tree_attention import AttentionTiles, tree_attention
 
 # batch, tokens, query heads, KV heads, head dim, page size, pages per request
@@ -120,9 +122,8 @@ def check(function, case, dtype, tree, level=None, window=None, in_words=False, 
     if level is not None:
         q, mask = q[:, -level:], mask[:, -level:]
     expected = brute_force(q, pool, table, lens, mask, page_size, window=window)
-    given = mask if tree else None
-    call = jax.jit(partial(function, page_size=page_size, window=window), static_argnums=2)
-    out = call(q, stored, 1, table, lens, given)
+    inputs = PagedInputs(stored, 1, table, page_size, window)
+    out = jax.jit(function)(q, inputs, lens, mask if tree else None)
     assert out.dtype == q.dtype
     assert relative_error(out, expected) < BOUNDS[dtype]
 
@@ -226,7 +227,7 @@ def test_rows_of_a_block_see_each_other(function, window):
     q, pool, table, lens, mask, page_size = make_case(CASES[1], "float32", False)
     mask = jnp.ones_like(mask)
     expected = brute_force(q, pool, table, lens, mask, page_size, window=window)
-    out = function(q, pool, 1, table, lens, mask, page_size=page_size, window=window)
+    out = function(q, PagedInputs(pool, 1, table, page_size, window), lens, mask)
     assert relative_error(out, expected) < BOUNDS["float32"]
 
 
@@ -268,7 +269,7 @@ def test_keys_before_all_windows_are_not_read(num_splits, window):
     tiles = AttentionTiles(16, 16, num_splits, num_warps=4, num_stages=2)
     pool = pool.at[:, slots].set(jnp.nan)
     for form in (partial(INTERPRET, tiles=tiles), REFERENCE, CHUNKED):
-        out = form(q, pool, 1, table, lens, mask, page_size=page_size, window=window)
+        out = form(q, PagedInputs(pool, 1, table, page_size, window), lens, mask)
         assert relative_error(out, expected) < BOUNDS["float32"]
 
 
@@ -296,12 +297,9 @@ def check_options(function, case, dtype, tree, level, options):
         sinks = np.linspace(-60, 60, case[2]).astype(np.float32)
         options["sinks"] = sinks = jnp.asarray(sinks, dtype)
     expected = brute_force(q, pool, table, lens, mask, page_size, tree=True, **options)
-    given = (mask, positions) if tree else (None, None)
-    out = jax.jit(
-        lambda mask, positions: function(
-            q, pool, 1, table, lens, mask, positions=positions, page_size=page_size, **options
-        )
-    )(*given)
+    mask, positions = (mask, positions) if tree else (None, None)
+    inputs = PagedInputs(pool, 1, table, page_size, **options)
+    out = jax.jit(function)(q, inputs, lens, mask, positions=positions)
     assert out.dtype == q.dtype
     assert relative_error(out, expected) < BOUNDS[dtype]
 
@@ -332,12 +330,13 @@ def test_causal_rows_beyond_a_mask_word():
 
 def test_unsupported_inputs_are_refused():
     q, pool, table, lens, _mask, page_size = make_case(CASES[0], "float32", False)
+    inputs = PagedInputs(pool, 0, table, page_size)
     with pytest.raises(NotImplementedError, match="multiples of 16"):
-        PALLAS(q[..., :12], pool[..., :12], 0, table, lens, None, page_size=page_size)
+        PALLAS(q[..., :12], replace(inputs, pool=pool[..., :12]), lens, None)
     mask = jnp.ones((2, 1, 129), bool)
     with pytest.raises(NotImplementedError, match=r"new keys .* \(got 129\)"):
-        PALLAS(q, pool, 0, table, lens, mask, page_size=page_size)
+        PALLAS(q, inputs, lens, mask)
     with pytest.raises(ValueError, match="window=0 must be at least 1"):
-        tree_attention(q, pool, 0, table, lens, None, page_size=1, window=0)
+        tree_attention(q, replace(inputs, window=0), lens, None)
     with pytest.raises(ValueError, match="must be a multiple of"):
-        tree_attention(q[:, :, :3], pool, 0, table, lens, None, page_size=1, implementation="xla")
+        tree_attention(q[:, :, :3], inputs, lens, None, implementation="xla")
