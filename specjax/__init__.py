@@ -5,8 +5,8 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from specjax.engine import DisaggregatedEngine as DisaggregatedEngine
-    from specjax.engine import Engine as Engine
+    from specjax.engine.disaggregated import DisaggregatedEngine as DisaggregatedEngine
+    from specjax.engine.engine import Engine as Engine
     from specjax.sampling.params import SamplingParams as SamplingParams
     from specjax.scheduling.loop import EngineFault as EngineFault
     from specjax.scheduling.scheduler import QueueFullError as QueueFullError
@@ -15,8 +15,8 @@ __version__ = version("specjax")
 # Modules of the public names. They are imported at the first use, because a process that follows
 # grammars imports parts of the package and must not import JAX.
 _MODULES = {
-    "DisaggregatedEngine": "specjax.engine",
-    "Engine": "specjax.engine",
+    "DisaggregatedEngine": "specjax.engine.disaggregated",
+    "Engine": "specjax.engine.engine",
     "EngineFault": "specjax.scheduling.loop",
     "QueueFullError": "specjax.scheduling.scheduler",
     "SamplingParams": "specjax.sampling.params",

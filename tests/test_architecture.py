@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from specjax.speculative import registry
+from specjax.speculative import catalog
 
 ROOT = Path(__file__).parents[1]
 # lowest layer first; a package may import only its own files and packages of lower layers
@@ -129,10 +129,10 @@ def outside() -> list[Path]:
 def test_code_outside_does_not_depend_on_the_algorithm(path) -> None:
     """It contains no names or predicates of algorithms and does not test for a draft."""
     text = path.read_text()
-    names = {*registry.names(), *registry.ALIASES}
+    known = {*catalog.names(), *catalog.ALIASES}
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            assert node.value not in names, f"{path.name}:{node.lineno} {node.value!r}"
+            assert node.value not in known, f"{path.name}:{node.lineno} {node.value!r}"
     kinds = "none|speculative|eagle3?|standalone|ngram|dflash"
     assert not re.search(rf"\.is_({kinds})\(", text)
     assert not re.search(r"\b(heads?|drafts?)(_config|_model)? is (not )?None", text)

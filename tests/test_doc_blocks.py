@@ -26,7 +26,7 @@ from specjax.cli.commands import NAMES, run_bench
 from specjax.cli.main import build_parser
 from specjax.cli.options import engine_arguments
 from specjax.engine.args import EngineArgs
-from specjax.speculative import registry
+from specjax.speculative import catalog
 from specjax.testing import Files, serve
 
 from .model_files import write_block_draft, write_draft_model, write_modules
@@ -207,7 +207,7 @@ def test_commands_are_accepted(
         monkeypatch.syspath_prepend((ROOT / page).parent)
         import_module(Path(page).parent.name.replace("-", "_"))
     if page == "docs/extending.md":
-        monkeypatch.setattr(registry, "_custom", dict(registry._custom))
+        monkeypatch.setattr(catalog, "custom", dict(catalog.custom))
         names = {"__name__": "lookup_of_the_page"}
         exec(next(block[3] for block in BLOCKS if block[0] == page and block[2] == "python"), names)
     match words:

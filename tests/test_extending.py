@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from specjax.speculative import registry
+from specjax.speculative import catalog
 
 PAGE = (Path(__file__).parents[1] / "docs" / "extending.md").read_text(encoding="utf-8")
 
@@ -37,14 +37,14 @@ def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module, test, _ = blocks("python")
     (source,) = blocks("toml")
     settings = tomllib.loads(source)
-    ((name, package),) = settings["project"]["entry-points"][registry.GROUP].items()
+    ((name, package),) = settings["project"]["entry-points"][catalog.GROUP].items()
     assert settings["tool"]["setuptools"]["py-modules"] == [package]
     (tmp_path / f"{package}.py").write_text(module)
     info = tmp_path / f"{package}-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(f"[{registry.GROUP}]\n{name} = {package}\n")
-    monkeypatch.setattr(registry, "_custom", {})
+    (info / "entry_points.txt").write_text(f"[{catalog.GROUP}]\n{name} = {package}\n")
+    monkeypatch.setattr(catalog, "custom", {})
     monkeypatch.syspath_prepend(tmp_path)
     names: dict[str, Any] = {}
     exec(test, names)

@@ -28,7 +28,7 @@ from specjax.cli.generate import Difference, find_difference
 from specjax.cli.options import engine_arguments
 from specjax.engine.requests import tokenize_inputs
 from specjax.speculative.algorithm import DRAFTING
-from specjax.speculative.registry import PLAIN
+from specjax.speculative.catalog import PLAIN
 
 SAMPLING = ("max_new_tokens", "temperature", "sampling_seed")
 COLUMNS = (

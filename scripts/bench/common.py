@@ -20,7 +20,7 @@ from typing import Any
 from specjax.cli.options import add_engine_options, add_options
 from specjax.engine.args import EngineArgs
 from specjax.engine.requests import tokenize_inputs
-from specjax.speculative.registry import DEFAULT
+from specjax.speculative.catalog import DEFAULT
 from specjax.text.tokenizer import Tokenizer
 from specjax.training.collect import read_lines
 

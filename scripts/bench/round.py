@@ -34,8 +34,8 @@ from specjax.engine.args import EngineArgs
 from specjax.engine.plan import plan_engine
 from specjax.models.flat import dtype_bits
 from specjax.speculative.algorithm import kv_pool
+from specjax.speculative.catalog import DEFAULT
 from specjax.speculative.prefill import Chunk
-from specjax.speculative.registry import DEFAULT
 
 QUANTISED = ("quantization", "quantize_activations", "kv_cache_dtype")
 SETTINGS = ("model", "rounds_per_dispatch", "page_size", "context", "dtype", *QUANTISED)

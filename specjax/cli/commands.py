@@ -1,4 +1,7 @@
-"""``specjax serve``, ``warmup``, ``bench`` and ``env``."""
+"""``specjax serve``, ``warmup``, ``bench``, ``inspect`` and ``env``.
+
+JAX is imported only where a command runs, so that one that only refuses an option is quick.
+"""
 
 import argparse
 import json
@@ -11,16 +14,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from specjax.checks import check_integer, check_number
 from specjax.cli import options
-from specjax.compiling.cache import open_compile_cache
 from specjax.engine.args import EngineArgs
-from specjax.engine.warmup import warm_up
 from specjax.logs import LEVELS, LOAD_SECONDS
-from specjax.models.placement import driver_version, newest_cuda, package_version, unused_gpu
-from specjax.runtime.runner_config import device_memory
 
 API_KEY, ADMIN_API_KEY = "SPECJAX_API_KEY", "SPECJAX_ADMIN_API_KEY"
 SECONDS_PER_DAY = 86400.0
@@ -106,11 +103,11 @@ def add_serve_parser(commands: Any) -> None:
 def run_serve(
     args: argparse.Namespace, engine_args: dict[str, Any], make_engine: Callable[..., Any]
 ) -> int:
+    check_integer("--port", args.port, 0, 65535)
+    check_number("--shutdown-timeout", args.shutdown_timeout, at_least=0)
     from specjax.server.process import serve  # needs an optional dependency
     from specjax.server.service import Access, is_loopback
 
-    check_integer("--port", args.port, 0, 65535)
-    check_number("--shutdown-timeout", args.shutdown_timeout, at_least=0)
     limits = {name: getattr(args, name) for name in ("max_requests", "max_body_bytes")}
     serve(
         lambda: make_engine(**engine_args),
@@ -162,6 +159,9 @@ def add_warmup_parser(commands: Any) -> None:
 
 def run_warmup(args: argparse.Namespace, engine_args: dict[str, Any], _: object) -> int:
     """Run the command; returns 1 if a function could not be written to the cache, else 0."""
+    from specjax.compiling.cache import open_compile_cache
+    from specjax.engine.warmup import warm_up
+
     with tempfile.TemporaryDirectory() as folder:
         parsed = EngineArgs(**options.with_preset(engine_args, args.preset, Path(folder)))
         result = warm_up(parsed, stages=args.stages)
@@ -207,6 +207,29 @@ def run_bench(args: argparse.Namespace, *_: Any) -> int:
     return int(import_module(f"bench.{NAMES[args.name]}").main(args.name, args.options))
 
 
+def add_inspect_parser(commands: Any) -> None:
+    parser = commands.add_parser(
+        "inspect",
+        help="describe a draft or a model, and check whether a draft fits a target",
+        description="Print format, algorithm, target layers, vocabulary and memory of a draft. "
+        "Only the configuration and the headers of its tensors are read, also of a repository, "
+        "unless that has PyTorch files, which are downloaded. The exit status is 1 if "
+        "the draft is not supported or does not fit the target.",
+        allow_abbrev=False,
+    )
+    text = "directory, GGUF file or repository of the draft; without --model, also of a target"
+    parser.add_argument("checkpoint", metavar="DRAFT", help=text)
+    text = "target to check: embedded name, directory, GGUF file or repository"
+    parser.add_argument("--model", dest="target", metavar="TARGET", help=text)
+    parser.set_defaults(run=run_inspect, quiet=True)
+
+
+def run_inspect(args: argparse.Namespace, *_: Any) -> int:
+    from specjax.cli import inspect
+
+    return inspect.run_inspect(args)
+
+
 PACKAGES = "specjax jax jaxlib flax numpy jax-cuda12-plugin jax-cuda13-plugin".split()
 PREFIXES = ("JAX_", "XLA_", "SPECJAX_", "CUDA_VISIBLE_DEVICES")
 
@@ -219,6 +242,12 @@ def add_env_parser(commands: Any) -> None:
 
 def run_env(*_: Any) -> int:
     """Print one property per line, without the values of secrets."""
+    import jax
+
+    from specjax.compiling.cache import open_compile_cache
+    from specjax.models.placement import driver_version, newest_cuda, package_version, unused_gpu
+    from specjax.runtime.runner_config import device_memory
+
     print(f"Python: {platform.python_version()}")
     print(f"OS: {platform.platform()}, {os.cpu_count()} CPUs")
     for name in PACKAGES:

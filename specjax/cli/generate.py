@@ -12,15 +12,14 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from specjax.cli.options import SERVING, add_command, add_engine_options, add_options, add_switches
-from specjax.cli.painting import AcceptPainter, TreePainter, use_colour, watched_trees
-from specjax.engine.requests import tokenize_inputs
 from specjax.sampling.params import SamplingParams
-from specjax.speculative.algorithm import DRAFTING
-from specjax.speculative.registry import PLAIN
-from specjax.text.tokenizer import IncrementalDecoder
+from specjax.speculative.catalog import PLAIN
+
+if TYPE_CHECKING:
+    from specjax.cli.painting import AcceptPainter
 
 NUM_TIMED_RUNS = 3
 Decode = Callable[[list[int]], str]
@@ -78,6 +77,10 @@ def run_generate(
         )
     if args.json and args.show_tree:
         raise ValueError("--show-tree cannot be combined with --json; leave out one of them")
+    # imported after the checks, because JAX takes seconds
+    from specjax.cli.painting import AcceptPainter, TreePainter, use_colour, watched_trees
+    from specjax.text.tokenizer import IncrementalDecoder
+
     engine_args = {"max_running_requests": 1} | engine_args
     with make_engine(**engine_args) as engine:
         colour = use_colour(sys.stdout)
@@ -161,7 +164,7 @@ def _tokens_per_second(meta: dict[str, Any]) -> float:
     return meta["completion_tokens"] / meta["e2e_latency"] if meta["e2e_latency"] > 0 else 0.0
 
 
-def _show(outputs: Iterator[dict[str, Any]], painter: AcceptPainter | None) -> dict[str, Any]:
+def _show(outputs: Iterator[dict[str, Any]], painter: "AcceptPainter | None") -> dict[str, Any]:
     num_shown = 0
     output: dict[str, Any] = {"text": "", "output_ids": [], "meta_info": {"output_is_draft": []}}
 
@@ -257,6 +260,9 @@ def compare_with_plain(
     :meth:`Engine.generate`; it needs a seed if its temperature is above 0. Returns JSON values, of
     which ``is_exact`` says that the texts must be equal, and the first difference.
     """
+    from specjax.engine.requests import tokenize_inputs
+    from specjax.speculative.algorithm import DRAFTING
+
     plain_args = {name: x for name, x in engine_args.items() if not name.startswith(DRAFTING)}
     plain_args |= {"speculative_algorithm": PLAIN, "share_weights_with": engine}
     with make_engine(**plain_args, compile_on_use=True) as plain:

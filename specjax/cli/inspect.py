@@ -28,23 +28,6 @@ _AS_DRAFT = f"{STANDALONE.name}, if it drafts for another model"
 _MANY_LAYERS = 1000  # assumed if the files do not describe the target; default layers depend on it
 
 
-def add_inspect_parser(commands: Any) -> None:
-    parser = commands.add_parser(
-        "inspect",
-        help="describe a draft or a model, and check whether a draft fits a target",
-        description="Print format, algorithm, target layers, vocabulary and memory of a draft. "
-        "Only the configuration and the headers of its tensors are read, also of a repository, "
-        "unless that has PyTorch files, which are downloaded. The exit status is 1 if "
-        "the draft is not supported or does not fit the target.",
-        allow_abbrev=False,
-    )
-    text = "directory, GGUF file or repository of the draft; without --model, also of a target"
-    parser.add_argument("checkpoint", metavar="DRAFT", help=text)
-    text = "target to check: embedded name, directory, GGUF file or repository"
-    parser.add_argument("--model", dest="target", metavar="TARGET", help=text)
-    parser.set_defaults(run=run_inspect, quiet=True)
-
-
 def run_inspect(args: argparse.Namespace, *_: Any) -> int:
     """Print one property per line; return 0, or 1 if the draft is refused or does not fit."""
     target = args.target

@@ -9,9 +9,9 @@ from importlib.metadata import version
 from typing import Any
 
 from specjax import logs
-from specjax.cli import audit, commands, generate, inspect
+from specjax.cli import audit, commands, generate
 from specjax.cli.options import engine_arguments
-from specjax.engine import Engine
+from specjax.engine.args import check_options
 
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
@@ -30,7 +30,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands.add_serve_parser(parsers)
     commands.add_warmup_parser(parsers)
     commands.add_bench_parser(parsers)
-    inspect.add_inspect_parser(parsers)
+    commands.add_inspect_parser(parsers)
     audit.add_audit_parser(parsers)
     commands.add_env_parser(parsers)
     return parser
@@ -43,7 +43,16 @@ def report_error(program: str, error: Exception) -> int:
     return EXIT_BAD_INPUT
 
 
-def main(argv: Sequence[str] | None = None, *, make_engine: Callable[..., Any] = Engine) -> int:
+def make_engine(**engine_args: Any) -> Any:
+    """Make an engine. Only then JAX is imported, which takes seconds."""
+    from specjax.engine.engine import Engine
+
+    return Engine(**engine_args)
+
+
+def main(
+    argv: Sequence[str] | None = None, *, make_engine: Callable[..., Any] = make_engine
+) -> int:
     """Run the command in ``argv`` (``None``: ``sys.argv``) with engines from ``make_engine``.
 
     Returns:
@@ -68,6 +77,7 @@ def main(argv: Sequence[str] | None = None, *, make_engine: Callable[..., Any] =
     try:
         if sys.stdout is None:
             raise ValueError("standard output is closed; redirect it to a file or to /dev/null")
+        check_options(engine_args)
         with logs.configured(level, kind, has_access=has_access):
             status: int = args.run(args, engine_args, make_engine)
             sys.stdout.flush()

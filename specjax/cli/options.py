@@ -16,10 +16,9 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, get_args, get_origin, get_type_hints
 
-from specjax.checkpoints.presets import preset_algorithm, write_preset
-from specjax.checkpoints.target import EMBEDDED_MODELS
+from specjax.config import EMBEDDED_MODELS
 from specjax.engine.args import ANSWERS, CHOICES, EngineArgs, answer
-from specjax.speculative.registry import DEFAULT
+from specjax.speculative.catalog import DEFAULT
 
 MODEL = ("model", "draft", "dtype", "tokenizer", "chat_template", "revision")
 # further options of commands that do not serve
@@ -133,7 +132,11 @@ def engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
         or options.get("model", EngineArgs.model) in EMBEDDED_MODELS
         or getattr(args, "preset", None) is not None
     )
-    algorithm = preset_algorithm(getattr(args, "preset", None)) or DEFAULT
+    algorithm = DEFAULT
+    if preset := getattr(args, "preset", None):
+        from specjax.checkpoints.presets import preset_algorithm
+
+        algorithm = preset_algorithm(preset) or DEFAULT
     return {"speculative_algorithm": algorithm if has_head else None} | options
 
 
@@ -143,6 +146,8 @@ def with_preset(engine_args: dict[str, Any], preset: str | None, folder: Path) -
         return engine_args
     if conflicts := ", ".join(f"--{name}" for name in ("model", "draft") if name in engine_args):
         raise ValueError(f"--preset={preset} and {conflicts} cannot be combined; pass only one")
+    from specjax.checkpoints.presets import write_preset
+
     target, draft = write_preset(preset, folder)
     dummy = {"model": str(target), "load_format": "dummy", "skip_tokenizer_init": True}
     has_head = EngineArgs(**engine_args).algorithm.reads("draft")

@@ -1,29 +1,35 @@
-"""Engine arguments, checked as far as possible without a model or a device."""
+"""Engine arguments, checked as far as possible without a model or a device.
+
+Code that needs JAX is imported at its use: a command that only refuses an option is quick.
+"""
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, wraps
 from importlib.util import find_spec
 from os import PathLike
 from types import NoneType
-from typing import Annotated, Any, TypeVar, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_origin
 
 from msgspec import Meta
 
-from specjax.adaptive.config import AdaptiveConfig, load_adaptive_config
 from specjax.checks import Natural, Positive, annotations, convert, is_integer, refused
 from specjax.config import KV_DTYPES, MAX_STEPS, QUANTISED, Theta
 from specjax.disaggregation.address import check_secret
-from specjax.sampling.accept_draws import Acceptance
-from specjax.scheduling.loop import WATCHDOG_SECONDS
-from specjax.speculative.algorithm import CustomSpecAlgo, SpeculativeAlgorithm
+from specjax.speculative.catalog import check_name
 from specjax.text.reasoning import PARSERS
 from specjax.text.tool_formats import FORMATS
-from specjax.types import DraftShape
+
+if TYPE_CHECKING:
+    from specjax.adaptive.config import AdaptiveConfig
+    from specjax.sampling.accept_draws import Acceptance
+    from specjax.speculative.algorithm import CustomSpecAlgo, SpeculativeAlgorithm
+    from specjax.types import DraftShape
 
 # as in SGLang
 DEFAULT_POLICY = "ema"
+WATCHDOG_SECONDS = 300.0  # a step takes milliseconds on a GPU, but may take minutes on a CPU
 T = TypeVar("T")
 Share = Annotated[float, Meta(ge=0, le=1)]
 CHOICES: dict[str, tuple[str | None, ...]] = {
@@ -275,11 +281,7 @@ class EngineArgs:
     simulate_acceptance: Share | None = None
 
     def __post_init__(self) -> None:
-        for name, hint in annotations(EngineArgs).items():
-            _check_type(name, getattr(self, name), hint)
-        for name, known in CHOICES.items():
-            if (value := getattr(self, name)) not in known:
-                raise refused(name, value, f"must be {' or '.join(map(repr, known))}")
+        check_options({option.name: getattr(self, option.name) for option in fields(self)})
         if self.overlap and not self.supports_overlap:
             name = self._registered.name
             raise ValueError(f"overlap=True is not supported by {name}; leave it unset")
@@ -316,7 +318,7 @@ class EngineArgs:
                 "specjax[grammar]"
             )
 
-    def check_simulation(self, shapes: Sequence[DraftShape]) -> None:
+    def check_simulation(self, shapes: Sequence["DraftShape"]) -> None:
         """Raise ValueError if no tier can accept ``simulate_accept_length`` tokens."""
         accepted = self.simulate_accept_length
         if None not in (accepted, self.simulate_acceptance):
@@ -363,7 +365,9 @@ class EngineArgs:
         return sys.stderr.isatty() if self.show_progress is None else self.show_progress
 
     @cached_property
-    def acceptance(self) -> Acceptance:
+    def acceptance(self) -> "Acceptance":
+        from specjax.sampling.accept_draws import Acceptance
+
         return Acceptance(
             self.speculative_use_rejection_sampling,
             self.speculative_accept_threshold_single,
@@ -371,33 +375,37 @@ class EngineArgs:
         )
 
     @cached_property
-    def adaptive(self) -> AdaptiveConfig | None:
+    def adaptive(self) -> "AdaptiveConfig | None":
         """Adaptive configuration before it is resolved; ``None`` if the tier is fixed."""
         if not self.speculative_adaptive:
             return None
+        from specjax.adaptive.config import load_adaptive_config
+
         config = load_adaptive_config(self.speculative_adaptive_config)
         return replace(config, policy=config.policy or DEFAULT_POLICY)
 
     @cached_property
-    def algorithm(self) -> SpeculativeAlgorithm:
+    def algorithm(self) -> "SpeculativeAlgorithm":
         made = self._registered.create_worker(self)
         return getattr(self._registered, "overridden", lambda worker: worker)(made)
 
     @cached_property
-    def _registered(self) -> SpeculativeAlgorithm | CustomSpecAlgo:
-        return SpeculativeAlgorithm.from_string(self.speculative_algorithm)
+    def _registered(self) -> "SpeculativeAlgorithm | CustomSpecAlgo":
+        from specjax.speculative.registry import find
+
+        return find(self.speculative_algorithm)  # type: ignore[no-any-return]
 
     @property
     def supports_overlap(self) -> bool:
         return self._registered.supports_overlap and self.algorithm.supports_overlap
 
     @cached_property
-    def shape(self) -> DraftShape:
+    def shape(self) -> "DraftShape":
         """The draft shape of a round; with adaptive decoding, the one at the start."""
         return self.algorithm.draft_shape(self)
 
     @cached_property
-    def shapes(self) -> tuple[DraftShape, ...]:
+    def shapes(self) -> "tuple[DraftShape, ...]":
         """All draft shapes (tiers) that a round may use, in ascending order."""
         if self.adaptive is None:
             return (self.shape,)
@@ -411,6 +419,17 @@ class EngineArgs:
                 if count in self.adaptive.candidate_steps or not any(s.steps for s in shapes):
                     raise
         return tuple(shapes)
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Raise ValueError for an option whose type, range, choice or name is wrong by itself."""
+    hints = annotations(EngineArgs)
+    for name, value in options.items():
+        if name in hints:
+            _check_type(name, value, hints[name])
+        if value not in (known := CHOICES.get(name, (value,))):
+            raise refused(name, value, f"must be {' or '.join(map(repr, known))}")
+    check_name(options.get("speculative_algorithm"))
 
 
 def _check_type(name: str, value: Any, hint: Any) -> None:

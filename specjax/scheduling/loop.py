@@ -29,9 +29,8 @@ T = TypeVar("T")
 # At exit, maximum wait until the threads that call JAX have ended. The process then ends with this
 # status, because JAX's own cleanup would wait for the device too.
 EXIT_SECONDS, EXIT_FAILED = 60.0, 1
-# Seconds without progress of the engine's thread until the engine fails, as in SGLang. A step takes
-# milliseconds on a GPU, but may take minutes on a CPU. The limit is counted in WATCHDOG_TICKS.
-WATCHDOG_SECONDS, WATCHDOG_TICKS = 300.0, 10
+# The seconds without progress of the engine's thread, until the engine fails, are counted in ticks.
+WATCHDOG_TICKS = 10
 POLL_SECONDS = 0.1  # interval at which threads that wait look for a failed or closed engine
 # results with at least this many tokens are built outside the event loop's thread
 MANY_TOKENS = 4096
@@ -230,7 +229,7 @@ class EngineLoop:
     seconds, the loop fails: callers get EngineFault, although the thread may never return.
     """
 
-    def __init__(self, scheduler: Scheduler, watchdog_timeout: float = WATCHDOG_SECONDS) -> None:
+    def __init__(self, scheduler: Scheduler, watchdog_timeout: float) -> None:
         self._scheduler = scheduler
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._calls: dict[Request, Call] = {}  # of all unfinished calls

@@ -11,7 +11,7 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route, Router
 
-from specjax.engine import Engine
+from specjax.engine.engine import Engine
 from specjax.scheduling.loop import EngineFault
 from specjax.scheduling.scheduler import QueueFullError
 from specjax.server import routes

@@ -19,7 +19,7 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from specjax.compiling.pool import on_progress
-from specjax.engine import Engine
+from specjax.engine.engine import Engine
 from specjax.logs import LOAD_SECONDS, discard_output
 from specjax.metrics import Totals
 from specjax.scheduling.loop import EXIT_FAILED, exit_now

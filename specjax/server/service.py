@@ -13,7 +13,7 @@ from typing import Any
 
 from specjax.checks import check_integer
 from specjax.disaggregation.address import is_loopback as is_loopback
-from specjax.engine import Engine
+from specjax.engine.engine import Engine
 from specjax.scheduling.loop import EngineFault
 from specjax.server.exchange import Exchange, LargeBodies, UnreadAnswers
 from specjax.server.fields import ApiError, Body, IgnoredFields

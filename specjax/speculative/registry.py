@@ -10,28 +10,10 @@ from types import FunctionType
 from typing import Any, TypeVar
 
 from specjax.compiling.digest import facts_of_package, source_facts
+from specjax.speculative import catalog
 from specjax.speculative.algorithm import CommonAlgorithm, SpeculativeAlgorithm
+from specjax.speculative.catalog import FACTORIES, RESERVED
 
-PLAIN = "NONE"
-DEFAULT = "EAGLE3"
-ALIASES = {"NEXTN": "EAGLE"}
-# group of entry points: each has an algorithm's name and the module that registers it
-GROUP = "specjax.algorithms"
-
-# maps a name to the location of the instance, which is imported on first use
-_FACTORIES = {
-    PLAIN: "specjax.speculative.algorithm:PLAIN",
-    "EAGLE": "specjax.speculative.eagle:EAGLE",
-    "EAGLE3": "specjax.speculative.eagle:EAGLE3",
-    "NGRAM": "specjax.speculative.ngram:NGRAM",
-    "STANDALONE": "specjax.speculative.standalone:STANDALONE",
-    "MULTI_LAYER_EAGLE": "specjax.speculative.multi_layer_eagle:MULTI_LAYER_EAGLE",
-    "DFLASH": "specjax.speculative.block:DFLASH",
-    "DSPARK": "specjax.speculative.block:DSPARK",
-}
-# names that other packages must not use
-RESERVED = (*_FACTORIES, *ALIASES)
-_custom: dict[str, "CustomSpecAlgo"] = {}
 _loading = RLock()  # held during a package's import, which registers names before it finishes
 
 
@@ -84,31 +66,23 @@ class CustomSpecAlgo(CommonAlgorithm):
 Factory = TypeVar("Factory", bound=Callable[[Any], Any])
 
 
-def names() -> tuple[str, ...]:
-    """All available names, found without importing packages."""
-    installed = (point.name.upper() for point in entry_points(group=GROUP))
-    return tuple(dict.fromkeys((*_FACTORIES, *_custom, *sorted(installed))))
-
-
 def find(name: str | None) -> Any:
     """Find an algorithm by name, in upper or lower case; plain decoding for ``None``.
 
     Returns a built-in ``SpeculativeAlgorithm``, or a ``CustomSpecAlgo``. Raises ValueError if the
     name is not registered or its package cannot be loaded.
     """
-    key = PLAIN if name is None else name.upper() if isinstance(name, str) else ""
-    place = _FACTORIES.get(ALIASES.get(key, key))
-    if place is not None:
-        module, attribute = place.split(":")
+    if (key := catalog.key_of(name)) in FACTORIES:
+        module, attribute = FACTORIES[key].split(":")
         return getattr(import_module(module), attribute)
     with _loading:
-        if key not in _custom:
-            points = [point for point in entry_points(group=GROUP) if point.name.upper() == key]
-            if not points:
-                known = f"{list(names())} or None; is the package of this plugin installed?"
-                raise ValueError(f"speculative_algorithm={name!r} is not one of {known}")
+        catalog.check_name(name)
+        if key not in catalog.custom:
+            points = [
+                point for point in entry_points(group=catalog.GROUP) if point.name.upper() == key
+            ]
             _load(name, key, points)
-        return _custom[key]
+        return catalog.custom[key]
 
 
 def _load(name: str | None, key: str, points: list[EntryPoint]) -> None:
@@ -119,16 +93,16 @@ def _load(name: str | None, key: str, points: list[EntryPoint]) -> None:
             f"several packages provide speculative_algorithm={name!r}: {owners}; uninstall all but "
             "one"
         )
-    before = dict(_custom)
+    before = dict(catalog.custom)
     try:
         points[0].load()
     except Exception as error:
-        _custom.clear()
-        _custom.update(before)
+        catalog.custom.clear()
+        catalog.custom.update(before)
         raise ValueError(
             f"speculative_algorithm={name!r}: {owners[0]} cannot be loaded: {error!r}"
         ) from error
-    if key not in _custom:
+    if key not in catalog.custom:
         raise ValueError(
             f"speculative_algorithm={name!r}: {owners[0]} does not register this name; decorate "
             f"its factory with register_algorithm({name!r})"
@@ -183,9 +157,9 @@ def register_algorithm(
     def register(factory: Factory) -> Factory:
         if not callable(factory):
             raise ValueError(f"the factory {factory!r} of {name!r} must be callable")
-        taken = getattr(_custom.get(key), "factory", None)
+        taken = getattr(catalog.custom.get(key), "factory", None)
         # allow reloading a module and running a notebook cell again
-        if key in _custom and _origin(taken) != _origin(factory):
+        if key in catalog.custom and _origin(taken) != _origin(factory):
             raise ValueError(
                 f"name={name!r} is taken by {_origin(taken)}; only a named function or class with "
                 "the same name may replace it"
@@ -194,7 +168,7 @@ def register_algorithm(
             made = spec_class(key, factory, supports_overlap, validate_server_args)
         except TypeError as error:
             raise ValueError(f"spec_class={spec_class!r} of {name!r}: {error}") from error
-        _custom[key] = made
+        catalog.custom[key] = made
         # record the digest of the package now, directly after its import
         facts_of_package(getattr(factory, "__module__", "").partition(".")[0])
         return factory

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from specjax.checks import check_integer
-from specjax.engine import Engine
+from specjax.engine.engine import Engine
 from specjax.engine.requests import sample_seed
 from specjax.sampling.params import SamplingParams
 

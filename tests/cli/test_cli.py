@@ -327,6 +327,24 @@ def test_options_are_refused_before_a_model_is_loaded(
     assert engine.made == []
 
 
+def test_options_are_refused_without_importing_jax() -> None:
+    """Importing JAX and the model takes five times the time of all checks."""
+    commands = (
+        ["generate", "Hi", "--speculative-algorithm=nope"],
+        ["generate", "Hi", "--page-size=0"],
+        ["generate", "Hi", "--top-p=3"],
+        ["serve", "--port=70000"],
+    )
+    source = (
+        "import sys; from specjax.cli import main; "
+        f"print([main(words) for words in {commands}], 'jax' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", source], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "[2, 2, 2, 2] False\n"
+
+
 def test_an_error_is_one_line_and_status_2(capsys: pytest.CaptureFixture[str]) -> None:
     def refuse(**_: Any) -> None:
         raise ValueError("context_length=1\n   is too short")

@@ -239,7 +239,7 @@ def test_a_preset_needs_no_checkpoint(monkeypatch, tmp_path, capsys) -> None:
 
     monkeypatch.setitem(presets.PRESETS, "tiny", (TARGET, EAGLE3))
     seen = []
-    monkeypatch.setattr(commands, "warm_up", lambda args, stages: seen.append(args) or _Done())
+    monkeypatch.setattr(build, "warm_up", lambda args, stages: seen.append(args) or _Done())
     for algorithm in ("EAGLE3", "none"):
         assert main(["warmup", "--preset=tiny", f"--speculative-algorithm={algorithm}"]) == 0
     assert [args.load_format for args in seen] == ["dummy", "dummy"]
@@ -257,7 +257,7 @@ class _Done:
 def test_an_incomplete_warm_up_fails(files, monkeypatch) -> None:
 
     monkeypatch.setattr(_Done, "is_complete", False)
-    monkeypatch.setattr(commands, "warm_up", lambda args, stages: _Done())
+    monkeypatch.setattr(build, "warm_up", lambda args, stages: _Done())
     assert main(command(files, "--quiet")) == 1
 
 

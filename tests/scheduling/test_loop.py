@@ -150,7 +150,7 @@ def scheduler() -> CountingScheduler:
 
 @pytest.fixture
 def loop(scheduler: CountingScheduler) -> Iterator[EngineLoop]:
-    made = EngineLoop(scheduler)  # type: ignore[arg-type]
+    made = EngineLoop(scheduler, watchdog_timeout=300.0)  # type: ignore[arg-type]
     yield made
     scheduler.may_go_on.set()
     assert made.close(SECONDS)
@@ -480,7 +480,7 @@ def test_closing_ends_everything(loop, scheduler) -> None:
 @pytest.mark.parametrize("delay", range(20))
 def test_submissions_race_with_the_end(scheduler, delay) -> None:
     """Whenever a loop ends, each submitted call gets its last item."""
-    loop = EngineLoop(scheduler)  # type: ignore[arg-type]
+    loop = EngineLoop(scheduler, watchdog_timeout=300.0)  # type: ignore[arg-type]
     callers: list[Caller] = []
     start, closed = threading.Barrier(2), threading.Event()
 
@@ -503,7 +503,7 @@ def test_submissions_race_with_the_end(scheduler, delay) -> None:
 
 
 def test_a_stopped_loop_can_be_collected(scheduler) -> None:
-    loop = EngineLoop(scheduler)  # type: ignore[arg-type]
+    loop = EngineLoop(scheduler, watchdog_timeout=300.0)  # type: ignore[arg-type]
     Caller(loop, CountingRequest("a", 2)).rest()
     thread = loop._thread
     gone = weakref.ref(loop)

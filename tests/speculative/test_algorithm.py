@@ -10,7 +10,7 @@ import pytest
 
 from specjax.engine.args import EngineArgs
 from specjax.runtime.runner import ModelRunner
-from specjax.speculative import registry
+from specjax.speculative import catalog
 from specjax.speculative.algorithm import SpeculativeAlgorithm
 from specjax.speculative.eagle import DraftInput, Eagle
 from specjax.speculative.future_map import FutureMap
@@ -42,7 +42,7 @@ def test_unknown_names_are_refused(given) -> None:
         SpeculativeAlgorithm.from_string(given)
 
 
-@pytest.mark.parametrize("name", registry.names())
+@pytest.mark.parametrize("name", catalog.names())
 def test_identity_of_algorithms(name) -> None:
     found = SpeculativeAlgorithm.from_string(name)
     assert found.is_speculative() == found.is_some() != found.is_none()

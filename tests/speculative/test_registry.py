@@ -17,7 +17,7 @@ from specjax.compiling.digest import source_facts
 from specjax.engine.args import EngineArgs
 from specjax.runtime.runner import ModelRunner
 from specjax.runtime.runner_config import temporary_bytes
-from specjax.speculative import registry
+from specjax.speculative import catalog, registry
 from specjax.speculative.algorithm import CustomSpecAlgo, SpeculativeAlgorithm, register_algorithm
 from specjax.speculative.eagle import Eagle
 from specjax.speculative.future_map import FutureMap
@@ -70,7 +70,7 @@ class Silent(SpeculativeAlgorithm):
 
 @pytest.fixture(autouse=True)
 def _as_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_custom", {})
+    monkeypatch.setattr(catalog, "custom", {})
 
 
 def install(folder: Path, package: str, source: str, *points: str) -> None:
@@ -81,7 +81,7 @@ def install(folder: Path, package: str, source: str, *points: str) -> None:
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.5\n")
     (info / "top_level.txt").write_text(f"{package}\n")
-    (info / "entry_points.txt").write_text("\n".join([f"[{registry.GROUP}]", *points, ""]))
+    (info / "entry_points.txt").write_text("\n".join([f"[{catalog.GROUP}]", *points, ""]))
 
 
 @pytest.fixture
@@ -102,7 +102,7 @@ def test_a_registered_algorithm_is_found_by_its_name_in_any_case() -> None:
 
     assert callable(make)
     assert make(EngineArgs(page_size=2)) == Silent("another name", size=2)
-    assert "MY_OWN" in registry.names()
+    assert "MY_OWN" in catalog.names()
     for name in ("my_own", "MY_OWN"):
         found = SpeculativeAlgorithm.from_string(name)
         assert isinstance(found, CustomSpecAlgo)
@@ -339,7 +339,7 @@ def test_an_installed_package_is_imported_where_it_is_named(site: Path) -> None:
     install(site, "echo_plugin", ECHO, "Echo = echo_plugin")
     broken = ECHO.replace('"echo"', '"broken"') + "raise RuntimeError('broken')"
     install(site, "other_plugin", broken, "broken = other_plugin")
-    assert {"ECHO", "BROKEN"} < set(registry.names())
+    assert {"ECHO", "BROKEN"} < set(catalog.names())
     registry.find("eagle3")
     assert "echo_plugin" not in sys.modules
     args = EngineArgs(speculative_algorithm="echo", speculative_num_steps=2, overlap=True)
