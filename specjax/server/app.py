@@ -20,7 +20,9 @@ from specjax.server.completions import read_completion
 from specjax.server.exchange import ClientGoneError, Exchange, Receive, Scope, Send, dump
 from specjax.server.fields import ApiError
 from specjax.server.generating import generate, read_body
+from specjax.server.messages import count_tokens, error_json, read_message
 from specjax.server.native import answer_abort, read_generate
+from specjax.server.responses import read_response
 from specjax.server.service import MAX_BODY_BYTES, MAX_REQUESTS, Access, Service
 
 logger = logging.getLogger(__name__)
@@ -69,14 +71,19 @@ def route(service: Service) -> Router:
 
     table: list[Route] = []
 
-    def to(paths: str, handler: Handler, *methods: str, **access: bool) -> None:
-        endpoint = Endpoint(service, handler, methods, **access)
+    def to(paths: str, handler: Handler, *methods: str, **options: Any) -> None:
+        endpoint = Endpoint(service, handler, methods, **options)
         table.extend(Route(path, endpoint) for path in paths.split())
 
     get, post = ("GET", "HEAD"), "POST"
     to("/", routes.page, *get, is_public=True, needs_engine=False)
     to("/v1/completions", partial(generate, read=read_completion), post)
     to("/v1/chat/completions", partial(generate, read=read_chat, renders=True), post)
+    respond = partial(generate, read=read_response, renders=True, grammars=("text",))
+    to("/v1/responses", respond, post)
+    to("/v1/messages", partial(generate, read=read_message, renders=True), post, error=error_json)
+    count = partial(read_body, read=count_tokens, renders=True)
+    to("/v1/messages/count_tokens", count, post, error=error_json)
     to("/generate", partial(generate, read=read_generate), post)
     to("/v1/models", routes.models, *get)
     to("/v1/models/{name:path}", routes.model, *get)
@@ -114,6 +121,7 @@ class Endpoint:
     is_public: bool = False  # needs no API key
     is_admin: bool = False  # needs the admin key
     needs_engine: bool = True  # if False, the route also works before the engine is ready
+    error: Callable[[ApiError], bytes] = ApiError.json  # the body of an error response
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = Exchange(scope, receive, send)
@@ -135,7 +143,7 @@ class Endpoint:
             except ClientGoneError:
                 exchange.status = ClientGoneError.status
             except Exception as error:
-                await exchange.fail(_api_error(scope, error))
+                await exchange.fail(_api_error(scope, error), self.error)
 
 
 def _api_error(scope: Scope, error: Exception) -> ApiError:

@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import takewhile
 from typing import Any
 
 from specjax.checks import short
@@ -65,7 +66,15 @@ class Conversation:
     def encode(self) -> list[int]:
         """Render the chat template, and return the token ids."""
         length, tokenizer = self._service.engine.context_length, self._service.tokenizer
-        return encode_conversation(tokenizer, length, self._messages, **self._variables)
+        encode = partial(encode_conversation, tokenizer, length, **self._variables)
+        try:
+            return encode(self._messages)
+        except ValueError:
+            # many templates refuse a system message that is not the first
+            first, *others = self._messages
+            if all(message["role"] != "system" for message in others):
+                raise
+            return encode([first, *map(_from_user, others)])
 
     def make_call(
         self,
@@ -153,6 +162,19 @@ def _check_tools(tools: Any, choice: Any, is_parallel: bool, tool_format: ToolFo
         raise ApiError(400, "tool_choice='required' needs tools", param="tool_choice")
     names = [] if choice == "none" else names
     return Tools(tools, names, is_required, is_parallel, tool_format, new_id)
+
+
+def merge_system(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Join the system messages at the beginning; most templates read only one."""
+    system = list(takewhile(lambda message: message["role"] == "system", messages))
+    if len(system) < 2:
+        return list(messages)
+    content = "\n\n".join(message["content"] for message in system)
+    return [{"role": "system", "content": content}, *messages[len(system) :]]
+
+
+def _from_user(message: dict[str, Any]) -> dict[str, Any]:
+    return message | {"role": "user"} if message["role"] == "system" else message
 
 
 def with_default_prompt(

@@ -206,7 +206,9 @@ class Exchange:
         self._has_answered = True
         await self._deliver({"type": "http.response.body", "body": events})
 
-    async def fail(self, error: ApiError) -> None:
+    async def fail(
+        self, error: ApiError, body: Callable[[ApiError], bytes] = ApiError.json
+    ) -> None:
         """Send an error response. If a stream has begun, send the error as its last event."""
         if self._has_answered:
             return
@@ -220,7 +222,7 @@ class Exchange:
             headers = [(b"www-authenticate", b"Bearer")]
         elif error.status in (408, 413):  # the rest of the body would be parsed as a request
             headers = [(b"connection", b"close")]
-        await self.reply(error.json(), error.status, headers=headers)
+        await self.reply(body(error), error.status, headers=headers)
 
     async def while_connected(self, work: Awaitable[T]) -> T:
         """Await ``work``; cancel it if the client disconnects or stops reading."""

@@ -55,7 +55,14 @@ NAMES = {
 }
 CLIENT_NAMES = {theirs: ours for ours, theirs in NAMES.items()}
 # fields with a grammar, which takes time to compile
-GRAMMAR_FIELDS = (*LIMITS, "response_format", "structured_outputs", "tools")
+GRAMMAR_FIELDS = (
+    *LIMITS,
+    "response_format",
+    "structured_outputs",
+    "tools",
+    "output_config",
+    "output_format",
+)
 # fields about the caller, the account or the transport; they do not change the text
 IGNORED = frozenset(
     "user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention "
@@ -133,13 +140,16 @@ class ApiError(Exception):
         super().__init__(message)
         self.status, self.param, self.code = status, param, code
 
-    def json(self) -> bytes:
+    @property
+    def message(self) -> str:
+        """The message, which may quote a value as long as the request, cut to a length."""
         message = str(self)
-        if len(message) > MAX_MESSAGE:
-            message = message[:MAX_MESSAGE] + "..."
+        return message if len(message) <= MAX_MESSAGE else message[:MAX_MESSAGE] + "..."
+
+    def json(self) -> bytes:
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
         kind = KINDS.get(self.status, kind)
-        error = {"message": message, "type": kind, "param": self.param, "code": self.code}
+        error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
         return json.dumps({"error": error}).encode()
 
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextvars import copy_context
 from functools import partial
 from typing import Any, TypeVar
@@ -33,11 +33,19 @@ Read = Callable[[Service, Body], tuple[Call, Answer]]
 
 
 async def generate(
-    service: Service, exchange: Exchange, read: Read, *, renders: bool = False
+    service: Service,
+    exchange: Exchange,
+    read: Read,
+    *,
+    renders: bool = False,
+    grammars: Collection[str] = (),
 ) -> None:
-    """Answer a generation request; ``read`` checks and tokenises it."""
+    """Answer a generation request; ``read`` checks and tokenises it.
+
+    ``grammars`` are fields of this route that may have a grammar, besides those of all routes.
+    """
     service.check_open()
-    call, answer = await read_body(service, exchange, read, renders=renders)
+    call, answer = await read_body(service, exchange, read, renders=renders, grammars=grammars)
     exchange.rid = call.groups[0]
     # the connection, because all clients have the same API key
     call.caller = tuple(exchange.scope.get("client") or ()) or None
@@ -62,6 +70,7 @@ async def read_body(
     *,
     renders: bool,
     max_bytes: int | None = None,
+    grammars: Collection[str] = (),
 ) -> T:
     """Apply ``read`` to the body; use another thread for a long body or a template."""
     # a separate function, because its frame holds the body
@@ -72,7 +81,7 @@ async def read_body(
         fields = parse_object(data) if is_short else await asyncio.to_thread(parse_object, data)
         # templates and grammars have their own threads because one can take seconds
         threads = service.renderers if renders else None
-        if _has_grammar(fields):
+        if _has_grammar(fields, grammars):
             threads = service.compilers
         elif is_short and not renders:
             return read(service, Body(fields))
@@ -82,9 +91,9 @@ async def read_body(
             return await exchange.while_connected(loop.run_in_executor(threads, run))
 
 
-def _has_grammar(fields: Mapping[str, Any]) -> bool:
+def _has_grammar(fields: Mapping[str, Any], others: Collection[str]) -> bool:
     """Whether a body has a grammar, or sampling parameters that may have one."""
-    if any(fields.get(name, NULL) != NULL for name in GRAMMAR_FIELDS):
+    if any(fields.get(name, NULL) != NULL for name in (*GRAMMAR_FIELDS, *others)):
         return True
     params = fields.get("sampling_params", NULL)
     try:

@@ -277,6 +277,30 @@ def test_calls_that_are_required(tools: Client, choice: Any, names: set[str]) ->
     assert found == {i: x["message"]["tool_calls"][0]["function"] for i, x in enumerate(choices)}
 
 
+def test_the_same_choice_in_other_forms(tools: Client) -> None:
+    """Responses and Messages name a function that must be called in their own way."""
+    body: dict[str, Any] = {"temperature": 1.0, "seed": 5}
+    chosen = {"type": "function", "function": {"name": "g"}}
+    message = tools.post(CHAT, CALL | {"tool_choice": chosen}).json()["choices"][0]["message"]
+    (call,) = message["tool_calls"]
+    flat = [{"type": "function", **tool["function"]} for tool in TOOLS]
+    body |= {"input": "hi", "max_output_tokens": 100, "tools": flat}
+    for choice, is_g in (({"type": "function", "name": "g"}, True), ("required", False)):
+        (item,) = tools.post("/v1/responses", body | {"tool_choice": choice}).json()["output"]
+        assert item["type"] == "function_call"
+        assert not is_g or item["arguments"] == call["function"]["arguments"]
+    named = [
+        {"name": function["name"], "input_schema": function["parameters"]} for function in flat
+    ]
+    body |= {"messages": HELLO["messages"], "max_tokens": 100, "tools": named}
+    body = {name: body[name] for name in body if name not in ("input", "max_output_tokens")}
+    for choice, is_g in (({"type": "tool", "name": "g"}, True), ({"type": "any"}, False)):
+        answer = tools.post("/v1/messages", body | {"tool_choice": choice}).json()
+        assert answer["stop_reason"] == "tool_use"
+        (block,) = answer["content"]
+        assert not is_g or block["input"] == json.loads(call["function"]["arguments"])
+
+
 def test_a_call_that_is_cut_off(tools: Client) -> None:
     """It has the arguments so far, and the finish reason of the text."""
     body = CALL | {"tool_choice": {"type": "function", "function": {"name": "g"}}}

@@ -1,0 +1,143 @@
+"""Answers in blocks, one after another: reasoning, text and calls, as in Responses and Messages."""
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from specjax.scheduling.request import new_id
+from specjax.server.answers import Answer, Result
+from specjax.server.exchange import dump
+from specjax.text.parts import TextParts
+from specjax.text.tool_formats import ToolCall
+
+Kind = Literal["reasoning", "text", "call"]
+
+
+@dataclass
+class Block:
+    """A part of the answer that the client sees as an item of its own."""
+
+    kind: Kind
+    index: int  # in the answer
+    call: ToolCall | None = None  # without its arguments
+    text: str = ""  # of a call, the arguments
+    id: str = field(default_factory=new_id)
+    is_cut: bool = False  # it ends because the answer must
+
+
+@dataclass(eq=False, kw_only=True)
+class BlocksAnswer(Answer):
+    """The answer to a request for one completion.
+
+    A subclass writes the whole response, and the events for what is new of a block.
+    """
+
+    id: str
+    model: str
+    new_parts: Callable[[], TextParts]
+    num_prompt_tokens: int
+    reasoning_end: int | None = None  # id of the token that ends the reasoning
+    text_only = True
+    wants_logprobs = False
+
+    def __post_init__(self) -> None:
+        self.blocks: list[Block] = []
+        self._parts = self.new_parts()
+        self._is_open = self._has_begun = False
+
+    @abstractmethod
+    def response(self, meta: Result, num_reasoning: int) -> Result:
+        """Return the whole response, from the ``meta_info`` of its last result."""
+
+    @abstractmethod
+    def begin(self) -> Iterator[Result]:
+        """Yield the events of a stream before any block."""
+
+    @abstractmethod
+    def begin_block(self, block: Block) -> Iterator[Result]:
+        """Yield the events for a new block without text."""
+
+    @abstractmethod
+    def grow_block(self, block: Block, text: str) -> Result:
+        """Return the event for new text of a block."""
+
+    @abstractmethod
+    def end_block(self, block: Block) -> Iterator[Result]:
+        """Yield the events for the end of a block."""
+
+    @abstractmethod
+    def end(self, meta: Result, num_reasoning: int) -> Iterator[Result]:
+        """Yield the last events of a stream."""
+
+    def body(self, results: Sequence[Result]) -> bytes:
+        (result,) = results
+        for _ in self._new_events(result):
+            pass
+        return dump(self.response(result["meta_info"], self._num_reasoning(result))).encode()
+
+    def chunk(self, result: Result) -> bytes:
+        events: list[Result] = []
+        if not self._has_begun:
+            self._has_begun = True
+            events += self.begin()
+        events += self._new_events(result)
+        if _is_final(result):
+            events += self.end(result["meta_info"], self._num_reasoning(result))
+        return b"".join(map(event_bytes, events))
+
+    def closing(self) -> bytes:
+        return b""
+
+    def stop_kind(self, meta: Result) -> str:
+        """Return ``call``, or why the text ended: ``stop``, ``length`` or ``abort``."""
+        reason: str = meta["finish_reason"]["type"]
+        return "call" if reason == "stop" and self._parts.ends_with_call else reason
+
+    def _new_events(self, result: Result) -> Iterator[Result]:
+        is_final = _is_final(result)
+        reasoning, content, calls = self._parts.read(result["text"], is_final=is_final)
+        if reasoning:
+            yield from self._grow("reasoning", reasoning)
+        if content:
+            yield from self._grow("text", content)
+        for _, call in calls:
+            yield from self._grow("call", call.arguments, call if call.id else None)
+        if is_final:
+            if not self.blocks:
+                yield from self._grow("text", "")
+            self.blocks[-1].is_cut = result["meta_info"]["finish_reason"]["type"] != "stop"
+            yield from self._close()
+
+    def _grow(self, kind: Kind, text: str, call: ToolCall | None = None) -> Iterator[Result]:
+        if not self._is_open or call is not None or self.blocks[-1].kind != kind:
+            yield from self._close()
+            self.blocks.append(Block(kind, len(self.blocks), call))
+            self._is_open = True
+            yield from self.begin_block(self.blocks[-1])
+        block = self.blocks[-1]
+        block.text += text
+        if text:
+            yield self.grow_block(block, text)
+
+    def _close(self) -> Iterator[Result]:
+        if self._is_open:
+            self._is_open = False
+            yield from self.end_block(self.blocks[-1])
+
+    def _num_reasoning(self, result: Result) -> int:
+        """Count the tokens of the reasoning with its tags."""
+        ids = result["output_ids"]
+        if not any(block.kind == "reasoning" for block in self.blocks):
+            return 0
+        return ids.index(self.reasoning_end) + 1 if self.reasoning_end in ids else len(ids)
+
+
+def event_bytes(event: Result) -> bytes:
+    """Return a server-sent event that has the name of its type."""
+    return f"event: {event['type']}\ndata: {dump(event)}\n\n".encode()
+
+
+def _is_final(result: Result) -> bool:
+    meta: Any = result.get("meta_info")
+    return meta is not None and meta["finish_reason"] is not None

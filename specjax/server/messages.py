@@ -1,0 +1,315 @@
+"""``/v1/messages`` and ``/v1/messages/count_tokens``: Anthropic's Messages API."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from specjax.checks import short
+from specjax.scheduling.loop import Call
+from specjax.scheduling.request import new_id
+from specjax.server.answers import Result
+from specjax.server.blocks import Block, BlocksAnswer, event_bytes
+from specjax.server.conversation import Conversation, effort_variables, merge_system
+from specjax.server.exchange import dump
+from specjax.server.fields import (
+    NAMES,
+    ApiError,
+    Body,
+    bad_value,
+    client_names,
+    finish_fields,
+    get,
+)
+from specjax.server.service import Service
+
+# a block of agents that differs in every request, so that no prefix would be found in the cache
+BILLING = "x-anthropic-billing-header:"
+SIGNATURE = "unsigned"  # clients keep no block of thinking without a signature
+_IGNORED = ("mcp_servers", "container", "context_management", "betas", "inference_geo")
+_CHOICES = {"auto": "auto", "any": "required", "none": "none", None: "auto"}
+_STOPS = {"call": "tool_use", "length": "max_tokens", "abort": "pause_turn"}
+_KINDS = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+
+def read_message(service: Service, body: Body) -> tuple[Call, "MessageAnswer"]:
+    """Check a request, render its chat template and tokenise the text."""
+    model = service.check_model(body)
+    thinking, tags = body.take("thinking"), service.engine.reasoning
+    conversation = take_conversation(service, body, thinking)
+    if tags is not None and get(thinking, "type") == "enabled":
+        body.put("thinking_token_budget", thinking.get("budget_tokens"))
+    for name in _IGNORED:
+        body.take(name)
+    if body.take("n", 1) != 1:
+        raise ApiError(400, "n is not supported: a message has one answer", param="n")
+    body.put("stop", body.take("stop_sequences"))
+    is_stream, request_id = body.flag("stream"), f"msg_{new_id()}"
+    with client_names("messages", body.sources, stop="stop_sequences"):
+        call, new_parts = conversation.make_call(
+            body, request_id, is_stream=is_stream, is_separate=True
+        )
+    return call, MessageAnswer(
+        id=request_id,
+        model=model,
+        new_parts=new_parts,
+        num_prompt_tokens=len(call.requests[0].input_ids),
+        reasoning_end=None if tags is None else tags.end,
+    )
+
+
+def count_tokens(service: Service, body: Body) -> bytes:
+    """Count the tokens of a prompt."""
+    service.check_model(body)
+    conversation = take_conversation(service, body, body.take("thinking"))
+    for name in (*_IGNORED, *NAMES, "stop_sequences", "stream"):
+        body.take(name)
+    finish_fields(body, service.ignored_fields)
+    with client_names("messages"):
+        return dump({"input_tokens": len(conversation.encode())}).encode()
+
+
+def take_conversation(service: Service, body: Body, thinking: Any) -> Conversation:
+    """Take the messages, the system prompt, the tools, and the options of thinking and output."""
+    choice = body.take("tool_choice", {})
+    kind = get(choice, "type")
+    named: Any
+    if kind == "tool":
+        named = {"type": "function", "function": {"name": choice.get("name")}}
+    elif isinstance(kind, str | None) and kind in _CHOICES and isinstance(choice, dict):
+        named = _CHOICES[kind]
+    else:
+        raise bad_value("tool_choice", choice, "must have the type auto, any, tool or none")
+    output = body.take("output_config", {})
+    if not isinstance(output, dict):
+        raise bad_value("output_config", output, "must be an object")
+    if (form := body.take("output_format", output.get("format"))) is not None:
+        if get(form, "type") != "json_schema" or get(form, "schema") is None:
+            raise bad_value("output_config.format", form, "must be json_schema with a schema")
+        body.put("response_format", {"type": "json_schema", "json_schema": form})
+    variables = effort_variables("output_config.effort", output.get("effort"))
+    if (kind := get(thinking, "type")) in ("enabled", "adaptive", "disabled"):
+        variables["enable_thinking"] = kind != "disabled"
+    elif thinking is not None:
+        raise bad_value("thinking", thinking, "must have the type enabled, adaptive or disabled")
+    messages = _read_messages(body.take("messages"))
+    if system := _system(body.take("system")):
+        messages.insert(0, {"role": "system", "content": system})
+    last = messages[-1]
+    is_continued = last["role"] == "assistant" and "tool_calls" not in last
+    variables |= {
+        "add_generation_prompt": not is_continued,
+        "continue_final_message": is_continued,
+    }
+    return Conversation(
+        service,
+        merge_system(messages),
+        variables,
+        tools=_read_tools(service, body.take("tools", [])),
+        choice=named,
+        is_parallel=choice.get("disable_parallel_tool_use") is not True,
+    )
+
+
+def _read_tools(service: Service, tools: Any) -> Any:
+    """Bring tools into the form of chat completions; those that a server runs are left out."""
+    if not isinstance(tools, list):
+        return tools
+    functions = []
+    for tool in tools:
+        kind = get(tool, "type") or "custom"
+        if kind != "custom":
+            service.ignored_fields.add(f"tools.{kind}")
+            continue
+        function = {"name": get(tool, "name"), "parameters": get(tool, "input_schema")}
+        keys = ("description", "strict")
+        function |= {key: tool[key] for key in keys if get(tool, key) is not None}
+        functions.append({"type": "function", "function": function})
+    return functions
+
+
+def _system(system: Any) -> str:
+    if system is None or isinstance(system, str):
+        return system or ""
+    return "\n".join(text for text in _texts("system", system) if not text.startswith(BILLING))
+
+
+def _texts(where: str, blocks: Any) -> list[str]:
+    """The texts of a content: a string or a list of blocks of text."""
+    if isinstance(blocks, str):
+        return [blocks]
+    for block in blocks if isinstance(blocks, list) else [None]:
+        if get(block, "type") != "text" or not isinstance(get(block, "text"), str):
+            kind = short(get(block, "type"))
+            message = f"{where} has a block of type {kind}; only text is supported"
+            raise ApiError(400, message, param=where.partition("[")[0])
+    return [block["text"] for block in blocks]
+
+
+def _read_messages(messages: Any) -> list[dict[str, Any]]:
+    """Turn messages into the form of chat completions; a result of a tool is a message there."""
+    if not isinstance(messages, list) or not messages:
+        raise ApiError(400, "messages must be a list of at least one message", param="messages")
+    plain: list[dict[str, Any]] = []
+    for i, message in enumerate(messages):
+        where, role = f"messages[{i}]", get(message, "role")
+        content = get(message, "content")
+        if role == "assistant":
+            new = [_assistant(where, content)]
+        elif role == "user":
+            new = list(_user(where, content))
+        elif role == "system":
+            new = [{"role": role, "content": _system(content)}]
+        else:
+            raise ApiError(400, f"{where}.role must be user, assistant or system", param="messages")
+        if new and plain and new[0]["role"] == plain[-1]["role"] == "user":  # they are one turn
+            plain[-1]["content"] += f"\n{new.pop(0)['content']}"
+        plain += new
+    if not plain:
+        raise ApiError(400, "messages have no content", param="messages")
+    return plain
+
+
+def _user(where: str, content: Any) -> Iterator[dict[str, Any]]:
+    if isinstance(content, str):
+        yield {"role": "user", "content": content}
+        return
+    if not isinstance(content, list):
+        raise ApiError(400, f"{where}.content must be a string or a list", param="messages")
+    texts = []
+    for block in content:
+        if get(block, "type") != "tool_result":
+            texts.append(block)
+            continue
+        result = "\n".join(_texts(f"{where}.content", block.get("content") or []))
+        yield {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": result}
+    if texts:
+        yield {"role": "user", "content": "\n".join(_texts(f"{where}.content", texts))}
+
+
+def _assistant(where: str, content: Any) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": ""}
+    blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    if not isinstance(blocks, list):
+        raise ApiError(400, f"{where}.content must be a string or a list", param="messages")
+    texts = []
+    for block in blocks:
+        if (kind := get(block, "type")) == "thinking":
+            if isinstance(text := block.get("thinking"), str) and text:
+                message["reasoning_content"] = message.get("reasoning_content", "") + text
+        elif kind == "tool_use":
+            name, value = block.get("name"), block.get("input")
+            if not isinstance(name, str) or not isinstance(value, dict):
+                raise ApiError(400, f"{where} needs tool_use.name and .input", param="messages")
+            function = {"name": name, "arguments": json.dumps(value, ensure_ascii=False)}
+            call = {"id": block.get("id"), "type": "function", "function": function}
+            message.setdefault("tool_calls", []).append(call)
+        elif kind != "redacted_thinking":
+            texts.append(block)
+    message["content"] = "".join(_texts(f"{where}.content", texts))
+    return message
+
+
+@dataclass(eq=False, kw_only=True)
+class MessageAnswer(BlocksAnswer):
+    """A message with blocks of content, and its events."""
+
+    def response(self, meta: Result, num_reasoning: int) -> Result:
+        content = [_content(block) for block in self.blocks]
+        return self._message(content, usage=_usage(meta), **self._stop(meta))
+
+    def begin(self) -> Iterator[Result]:
+        usage = {"input_tokens": self.num_prompt_tokens, "output_tokens": 0}
+        yield {"type": "message_start", "message": self._message([], usage=usage)}
+
+    def begin_block(self, block: Block) -> Iterator[Result]:
+        content = _content(block)
+        if block.kind == "reasoning":  # its signature is the last delta
+            content["signature"] = ""
+        yield {"type": "content_block_start", "index": block.index, "content_block": content}
+
+    def grow_block(self, block: Block, text: str) -> Result:
+        kind, name = {
+            "reasoning": ("thinking_delta", "thinking"),
+            "text": ("text_delta", "text"),
+            "call": ("input_json_delta", "partial_json"),
+        }[block.kind]
+        return _delta(block, {"type": kind, name: text})
+
+    def end_block(self, block: Block) -> Iterator[Result]:
+        if block.kind == "reasoning":
+            yield _delta(block, {"type": "signature_delta", "signature": SIGNATURE})
+        yield {"type": "content_block_stop", "index": block.index}
+
+    def end(self, meta: Result, num_reasoning: int) -> Iterator[Result]:
+        yield {"type": "message_delta", "delta": self._stop(meta), "usage": _usage(meta)}
+        yield {"type": "message_stop"}
+
+    def failed(self, error: ApiError) -> bytes:
+        return event_bytes(_error(error))
+
+    def _message(self, content: list[Result], **fields: Any) -> Result:
+        return {
+            "id": self.id,
+            "type": "message",
+            "role": "assistant",
+            "model": self.model,
+            "content": content,
+            "stop_reason": None,
+            "stop_sequence": None,
+            **fields,
+        }
+
+    def _stop(self, meta: Result) -> Result:
+        matched = meta["finish_reason"].get("matched")
+        stop_sequence = matched if isinstance(matched, str) else None
+        reason = "end_turn" if stop_sequence is None else "stop_sequence"
+        reason = _STOPS.get(self.stop_kind(meta), reason)
+        return {"stop_reason": reason, "stop_sequence": stop_sequence}
+
+
+def _content(block: Block) -> Result:
+    match block.kind:
+        case "reasoning":
+            return {"type": "thinking", "thinking": block.text, "signature": SIGNATURE}
+        case "text":
+            return {"type": "text", "text": block.text}
+    assert block.call is not None
+    try:
+        value = json.loads(block.text or "{}")
+    except ValueError:  # cut by max_tokens
+        value = {}
+    return {"type": "tool_use", "id": block.call.id, "name": block.call.name, "input": value}
+
+
+def _delta(block: Block, delta: Result) -> Result:
+    return {"type": "content_block_delta", "index": block.index, "delta": delta}
+
+
+def _usage(meta: Result) -> Result:
+    """Count tokens; the cached ones are not among ``input_tokens``."""
+    cached = meta["cached_tokens"]
+    return {
+        "input_tokens": meta["prompt_tokens"] - cached,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": cached,
+        "output_tokens": meta["completion_tokens"],
+    }
+
+
+def _error(error: ApiError) -> Result:
+    kind = _KINDS.get(error.status, "api_error" if error.status >= 500 else _KINDS[400])
+    return {"type": "error", "error": {"type": kind, "message": error.message}}
+
+
+def error_json(error: ApiError) -> bytes:
+    """Return the body of an error response in this API's form."""
+    return dump(_error(error)).encode()

@@ -1,0 +1,336 @@
+"""``/v1/responses``: OpenAI's Responses API, without state between requests.
+
+The whole history comes in ``input``. With ``include=["reasoning.encrypted_content"]``, items of
+reasoning carry their text in a form that clients send back.
+"""
+
+import base64
+import binascii
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from specjax.checks import short
+from specjax.scheduling.loop import Call
+from specjax.scheduling.request import new_id
+from specjax.server.answers import Result
+from specjax.server.blocks import Block, BlocksAnswer, event_bytes
+from specjax.server.conversation import Conversation, effort_variables, make_message, merge_system
+from specjax.server.fields import ApiError, Body, bad_value, client_names, get
+from specjax.server.service import Service
+
+_ENCRYPTED = "reasoning.encrypted_content"
+_TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
+_STATELESS = "this server keeps no responses; send the whole history in input"
+# fields of a request that need what the server does not have, and values that ask for nothing
+_REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
+    "previous_response_id": (_STATELESS, ()),
+    "conversation": (_STATELESS, ()),
+    "prompt": ("this server keeps no prompts; send instructions and input", ()),
+    "background": ("requests are synchronous", (False,)),
+    "top_logprobs": ("use /v1/chat/completions", (0,)),
+    "n": ("a response has one answer; use /v1/chat/completions", (1,)),
+}
+_IGNORED = ("client_metadata", "max_tool_calls", "stream_options", "truncation", "moderation")
+
+
+def read_response(service: Service, body: Body) -> tuple[Call, "ResponseAnswer"]:
+    """Check a request, render its chat template and tokenise the text."""
+    model = service.check_model(body)
+    for name, (reason, neutral) in _REFUSED.items():
+        value = body.take(name)
+        if value is not None and value not in neutral:
+            raise bad_value(name, value, f"is not supported: {reason}", code="unsupported_field")
+    for name in _IGNORED:
+        body.take(name)
+    shown = {name: body.take(name) for name in ("instructions", "tools", "tool_choice", "text")}
+    shown |= {name: body.take(name) for name in ("reasoning", "metadata", "store", "user")}
+    for name in ("text", "reasoning"):
+        if not isinstance(shown[name], dict | None):
+            raise bad_value(name, shown[name], "must be an object")
+    include = body.take("include", [])
+    if not isinstance(include, list) or "message.output_text.logprobs" in include:
+        demand = "must be a list without message.output_text.logprobs; use /v1/chat/completions"
+        raise bad_value("include", include, demand)
+    is_parallel = body.flag("parallel_tool_calls", True)
+    tools = read_tools(service, shown["tools"] or [])
+    variables = effort_variables("reasoning.effort", get(shown["reasoning"], "effort"))
+    conversation = Conversation(
+        service,
+        merge_system(read_input(body.take("input", []), shown["instructions"])),
+        variables | {"add_generation_prompt": True},
+        tools=tools,
+        choice=read_choice(shown["tool_choice"] or "auto"),
+        is_parallel=is_parallel,
+    )
+    limit = body.take("max_output_tokens")
+    body.put("max_tokens", limit)
+    body.put("response_format", _response_format(get(shown["text"], "format")))
+    is_stream, request_id = body.flag("stream"), f"resp_{new_id()}"
+    with client_names("input", body.sources, max_new_tokens="max_output_tokens"):
+        call, new_parts = conversation.make_call(
+            body, request_id, is_stream=is_stream, is_separate=True
+        )
+    params, tags = call.requests[0].params, service.engine.reasoning
+    return call, ResponseAnswer(
+        id=request_id,
+        model=model,
+        new_parts=new_parts,
+        num_prompt_tokens=len(call.requests[0].input_ids),
+        reasoning_end=None if tags is None else tags.end,
+        encrypts=_ENCRYPTED in include,
+        request={
+            "instructions": shown["instructions"],
+            "max_output_tokens": limit,
+            "metadata": shown["metadata"] or {},
+            "parallel_tool_calls": is_parallel,
+            "reasoning": shown["reasoning"] or {"effort": None, "summary": None},
+            "store": False,
+            "temperature": params.temperature,
+            "text": shown["text"] or {"format": {"type": "text"}},
+            "tool_choice": shown["tool_choice"] or "auto",
+            "tools": shown["tools"] or [],
+            "top_p": params.top_p,
+            "truncation": "disabled",
+            "user": shown["user"],
+        },
+    )
+
+
+def read_tools(service: Service, tools: Any) -> Any:
+    """Bring functions into the form of chat completions; other tools are left out."""
+    if not isinstance(tools, list):
+        return tools
+    functions = []
+    for tool in tools:
+        if (kind := get(tool, "type")) == "function":
+            keys = ("name", "description", "parameters", "strict")
+            function = {key: tool[key] for key in keys if tool.get(key) is not None}
+            functions.append({"type": "function", "function": function})
+        elif isinstance(kind, str):
+            service.ignored_fields.add(f"tools.{kind}")
+        else:
+            raise bad_value("tools", tools, "must be a list of objects with a type")
+    return functions
+
+
+def read_choice(choice: Any) -> Any:
+    """Bring ``tool_choice`` into the form of chat completions."""
+    if get(choice, "type") == "function":
+        return {"type": "function", "function": {"name": choice.get("name")}}
+    if isinstance(choice, dict):
+        raise bad_value("tool_choice", choice, "must be none, auto, required or a function")
+    return choice
+
+
+def _response_format(text_format: Any) -> Any:
+    if get(text_format, "type") == "json_schema":
+        return {"type": "json_schema", "json_schema": {"schema": text_format.get("schema")}}
+    return text_format
+
+
+def read_input(items: Any, instructions: Any = None) -> list[dict[str, Any]]:
+    """Turn the items of a history into messages in the form of chat completions.
+
+    Reasoning and calls become parts of one message of the assistant.
+    """
+    if not isinstance(instructions, str | None):
+        raise bad_value("instructions", instructions, "must be a string")
+    messages = [{"role": "system", "content": instructions}] if instructions else []
+    if isinstance(items, str):
+        return [*messages, {"role": "user", "content": items}]
+    if not isinstance(items, list):
+        raise bad_value("input", items, "must be a string or a list of items")
+    turn: dict[str, Any] | None = None  # the assistant's message that further items belong to
+
+    def assistant() -> dict[str, Any]:
+        nonlocal turn
+        if turn is None:
+            turn = {"role": "assistant", "content": ""}
+            messages.append(turn)
+        return turn
+
+    for i, item in enumerate(items):
+        where, kind = f"input[{i}]", get(item, "type") or "message"
+        if kind == "reasoning":
+            if text := _reasoning(item):
+                assistant()["reasoning_content"] = text
+        elif kind == "function_call":
+            function = {"name": item.get("name"), "arguments": item.get("arguments")}
+            if not all(isinstance(value, str) for value in function.values()):
+                raise ApiError(400, f"{where} must have name and arguments", param="input")
+            call = {"id": item.get("call_id"), "type": "function", "function": function}
+            assistant().setdefault("tool_calls", []).append(call)
+        elif kind == "function_call_output":
+            turn = None
+            content = _text(where, item.get("output"))
+            result = {"role": "tool", "tool_call_id": item.get("call_id"), "content": content}
+            messages.append(result)
+        elif kind == "message":
+            message = make_message(where, {"role": get(item, "role")})
+            message["content"] = _text(where, get(item, "content"))
+            if message["role"] == "assistant" and turn is not None and "tool_calls" not in turn:
+                turn["content"] += message["content"]
+                continue
+            messages.append(message)
+            turn = message if message["role"] == "assistant" else None
+        else:
+            demand = f"is not supported in {where}; send messages, function calls and reasoning"
+            raise bad_value("input.type", kind, demand, code="unsupported_field")
+    return messages or [{"role": "user", "content": ""}]  # clients probe with an empty input
+
+
+def _text(where: str, content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise ApiError(400, f"{where} must have a string or a list of parts", param="input")
+    for part in content:
+        if get(part, "type") not in _TEXTS or not isinstance(part.get("text"), str):
+            kind = short(get(part, "type"))
+            message = f"{where} has a part of type {kind}; only text is supported"
+            raise ApiError(400, message, param="input")
+    return "\n".join(part["text"] for part in content)
+
+
+def _reasoning(item: dict[str, Any]) -> str:
+    """The text of an item of reasoning; empty if another server has encrypted it."""
+    if parts := item.get("content") or item.get("summary"):
+        return _text("reasoning", parts)
+    try:
+        return base64.b64decode(item.get("encrypted_content") or "", validate=True).decode()
+    except (binascii.Error, TypeError, ValueError):
+        return ""
+
+
+@dataclass(eq=False, kw_only=True)
+class ResponseAnswer(BlocksAnswer):
+    """A response with items, and its events, which are numbered."""
+
+    request: Result  # the fields of the request that a response repeats
+    encrypts: bool = False
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._num_events = 0
+
+    def response(self, meta: Result, num_reasoning: int) -> Result:
+        kind, items = self.stop_kind(meta), [self._item(block) for block in self.blocks]
+        status = {"length": "incomplete", "abort": "cancelled"}.get(kind, "completed")
+        details = {"reason": "max_output_tokens"} if kind == "length" else None
+        prompt, output = meta["prompt_tokens"], meta["completion_tokens"]
+        usage = {
+            "input_tokens": prompt,
+            "input_tokens_details": {"cached_tokens": meta["cached_tokens"]},
+            "output_tokens": output,
+            "output_tokens_details": {"reasoning_tokens": num_reasoning},
+            "total_tokens": prompt + output,
+        }
+        return self._response(
+            status, output=items, incomplete_details=details, usage=usage, completed=True
+        )
+
+    def begin(self) -> Iterator[Result]:
+        for kind in ("created", "in_progress"):
+            yield self._event(f"response.{kind}", response=self._response("in_progress"))
+
+    def begin_block(self, block: Block) -> Iterator[Result]:
+        item = self._item(block, is_new=True)
+        yield self._event("response.output_item.added", output_index=block.index, item=item)
+        if block.kind != "call":
+            yield self._of_part(block, "response.content_part.added", part=_part(block, ""))
+
+    def grow_block(self, block: Block, text: str) -> Result:
+        return self._of_part(block, f"response.{_NAMES[block.kind]}.delta", delta=text)
+
+    def end_block(self, block: Block) -> Iterator[Result]:
+        done = f"response.{_NAMES[block.kind]}.done"
+        if block.kind == "call":
+            assert block.call is not None
+            yield self._of_part(block, done, arguments=block.text, name=block.call.name)
+        else:
+            yield self._of_part(block, done, text=block.text)
+            part = _part(block, block.text)
+            yield self._of_part(block, "response.content_part.done", part=part)
+        item = self._item(block)
+        yield self._event("response.output_item.done", output_index=block.index, item=item)
+
+    def end(self, meta: Result, num_reasoning: int) -> Iterator[Result]:
+        response = self.response(meta, num_reasoning)
+        kind = "incomplete" if response["status"] == "incomplete" else "completed"
+        yield self._event(f"response.{kind}", response=response)
+
+    def failed(self, error: ApiError) -> bytes:
+        reason = {"code": "server_error", "message": error.message}
+        response = self._response("failed", error=reason)
+        return event_bytes(self._event("response.failed", response=response))
+
+    def _response(self, status: str, *, completed: bool = False, **fields: Any) -> Result:
+        return {
+            "id": self.id,
+            "object": "response",
+            "created_at": self.created,
+            "completed_at": int(time.time()) if completed else None,
+            "status": status,
+            "model": self.model,
+            "background": False,
+            "error": None,
+            "incomplete_details": None,
+            "output": [],
+            "previous_response_id": None,
+            "usage": None,
+            **self.request,
+            **fields,
+        }
+
+    def _event(self, kind: str, **fields: Any) -> Result:
+        event = {"type": kind, "sequence_number": self._num_events, **fields}
+        self._num_events += 1
+        return event
+
+    def _of_part(self, block: Block, kind: str, **fields: Any) -> Result:
+        place = {"item_id": _item_id(block), "output_index": block.index}
+        if block.kind != "call":
+            place["content_index"] = 0
+        if kind.startswith("response.output_text"):
+            fields["logprobs"] = []
+        return self._event(kind, **place, **fields)
+
+    def _item(self, block: Block, *, is_new: bool = False) -> Result:
+        """An item of the output; a new one has no text yet."""
+        status = "in_progress" if is_new else "incomplete" if block.is_cut else "completed"
+        kind, content = _TYPES[block.kind][0], [] if is_new else [_part(block, block.text)]
+        item: Result = {"id": _item_id(block), "type": kind, "status": status}
+        if block.kind == "text":
+            return item | {"role": "assistant", "content": content}
+        if block.kind == "reasoning":
+            encrypted = base64.b64encode(block.text.encode()).decode() if self.encrypts else None
+            return item | {"summary": [], "content": content, "encrypted_content": encrypted}
+        assert block.call is not None
+        names = {"call_id": block.call.id, "name": block.call.name}
+        return item | names | {"arguments": block.text}
+
+
+# the type and the prefix of the id of an item, and the names of its events
+_TYPES = {
+    "reasoning": ("reasoning", "rs"),
+    "text": ("message", "msg"),
+    "call": ("function_call", "fc"),
+}
+_NAMES = {
+    "reasoning": "reasoning_text",
+    "text": "output_text",
+    "call": "function_call_arguments",
+}
+
+
+def _item_id(block: Block) -> str:
+    return f"{_TYPES[block.kind][1]}_{block.id}"
+
+
+def _part(block: Block, text: str) -> Result:
+    if block.kind == "reasoning":
+        return {"type": "reasoning_text", "text": text}
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}

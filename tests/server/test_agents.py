@@ -1,0 +1,419 @@
+"""Responses and Messages: the same conversation as over chat completions, in other forms."""
+
+import json
+from typing import Any
+
+import pytest
+
+from specjax import Engine
+from specjax.server import make_app
+from specjax.testing import Client, Files, running
+from specjax.testing.files import EOS_ID, letter_tokenizer, write_tokenizer
+
+CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
+COUNT = f"{MESSAGES}/count_tokens"
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+CALL = '<tool_call>{"name":"f","arguments":{"a":1}}</tool_call>'
+TEXTS = {
+    "text": "Sure.",
+    "a call": CALL,
+    "text and a call": f"Sure. {CALL}",
+    "two calls": '<tool_call>{"name":"f"}</tool_call>' * 2,
+}
+HISTORY = {
+    CHAT: [
+        {"role": "system", "content": "B."},
+        {"role": "user", "content": "hi"},
+        {
+            "role": "assistant",
+            "content": "L:",
+            "reasoning_content": "hm",
+            "tool_calls": [
+                {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 3}'}}
+            ],
+        },
+        {"role": "tool", "tool_call_id": "1", "content": "9"},
+        {"role": "user", "content": "k<think>"},
+    ],
+    RESPONSES: [
+        {"role": "developer", "content": [{"type": "input_text", "text": "B."}]},
+        {"type": "message", "role": "user", "content": "hi"},
+        {
+            "type": "reasoning",
+            "id": "rs_1",
+            "summary": [],
+            "content": [{"type": "reasoning_text", "text": "hm"}],
+        },
+        {
+            "type": "message",
+            "role": "assistant",
+            "content": [{"type": "output_text", "text": "L:", "annotations": []}],
+        },
+        {"type": "function_call", "call_id": "1", "name": "f", "arguments": '{"a": 3}'},
+        {"type": "function_call_output", "call_id": "1", "output": "9"},
+        {"role": "user", "content": [{"type": "input_text", "text": "k<think>"}]},
+    ],
+    MESSAGES: [
+        {"role": "user", "content": "hi"},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "hm", "signature": "x"},
+                {"type": "redacted_thinking", "data": "?"},
+                {"type": "text", "text": "L:"},
+                {"type": "tool_use", "id": "1", "name": "f", "input": {"a": 3}},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {
+                    "type": "tool_result",
+                    "tool_use_id": "1",
+                    "content": [{"type": "text", "text": "9"}],
+                },
+                {"type": "text", "text": "k<think>"},
+            ],
+        },
+    ],
+}
+# shows all that a template can see of a message, in few tokens
+TEMPLATE = (
+    "{{ '{' if tools else '' }}{% for m in messages %}{{ m.role[0] }}"
+    "{{ m.reasoning_content or '' }}|{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}({{ c.id }}{{ c.function.name }}{{ c.function.arguments }})"
+    "{% endfor %}{{ m.tool_call_id or '' }}{% endfor %}"
+)
+Answer = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def agents(files: Files, engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder, tokenizer = tmp_path_factory.mktemp("agents"), letter_tokenizer()
+    tokenizer.backend.add_tokens(["<think>", "</think>"])
+    tokenizer.chat_template = TEMPLATE
+    write_tokenizer(folder, tokenizer)
+    options = {
+        "grammar_backend": "llguidance",
+        "reasoning_parser": "qwen3",
+        "tool_call_parser": "hermes",
+        "tokenizer": folder,
+    }
+    with (
+        files.engine(**options, share_weights_with=engine) as made,
+        running(make_app(made, served_model_name="tiny")) as port,
+    ):
+        yield Client(port)
+
+
+def fields(path: str, answer: str, **others: Any) -> Answer:
+    """A request whose answer has drawn reasoning and then ``answer``."""
+    end = str(EOS_ID + 2)
+    common = {
+        "ebnf": f"start: {json.dumps(answer)}",
+        "logit_bias": {end: 8.0},
+        "temperature": 1.0,
+        "seed": 3,
+    }
+    function = {"name": "f", "description": "x", "parameters": SCHEMA}
+    match path:
+        case "/v1/chat/completions":
+            tools: Any = [{"type": "function", "function": function}]
+            named = {"messages": HISTORY[CHAT], "max_tokens": 99}
+        case "/v1/responses":
+            tools = [{"type": "web_search"}, {"type": "function", **function, "strict": None}]
+            named = {"input": HISTORY[RESPONSES], "max_output_tokens": 99, "store": False}
+        case _:
+            tools = [{"name": "f", "description": "x", "input_schema": SCHEMA}]
+            named = {"messages": HISTORY[MESSAGES], "max_tokens": 99, "system": "B."}
+    return common | named | {"tools": tools} | others
+
+
+def of_chat(body: Answer) -> Answer:
+    (choice,) = body["choices"]
+    message, usage = choice["message"], body["usage"]
+    calls = [call["function"] for call in message.get("tool_calls") or []]
+    return {
+        "reasoning": message["reasoning_content"] or "",
+        "text": message["content"] or "",
+        "calls": [(call["name"], json.loads(call["arguments"])) for call in calls],
+        "tokens": (usage["prompt_tokens"], usage["completion_tokens"]),
+    }
+
+
+def of_response(body: Answer) -> Answer:
+    items: dict[str, list[Answer]] = {"reasoning": [], "message": [], "function_call": []}
+    for item in body["output"]:
+        items[item["type"]].append(item)
+    usage = body["usage"]
+    return {
+        "reasoning": "".join(item["content"][0]["text"] for item in items["reasoning"]),
+        "text": "".join(item["content"][0]["text"] for item in items["message"]),
+        "calls": [(c["name"], json.loads(c["arguments"])) for c in items["function_call"]],
+        "tokens": (usage["input_tokens"], usage["output_tokens"]),
+    }
+
+
+def of_message(body: Answer) -> Answer:
+    content, usage = body["content"], body["usage"]
+    cached = usage["cache_read_input_tokens"]
+    return {
+        "reasoning": "".join(b["thinking"] for b in content if b["type"] == "thinking"),
+        "text": "".join(block["text"] for block in content if block["type"] == "text"),
+        "calls": [(b["name"], b["input"]) for b in content if b["type"] == "tool_use"],
+        "tokens": (usage["input_tokens"] + cached, usage["output_tokens"]),
+    }
+
+
+def events(client: Client, path: str, body: Answer) -> list[Answer]:
+    """The events of a stream, each of which has the name of its type."""
+    answer = client.post(path, body | {"stream": True})
+    assert answer.status == 200
+    *blocks, end = answer.body.decode().split("\n\n")
+    assert end == ""
+    parsed = []
+    for block in blocks:
+        name, data = block.split("\n")
+        parsed.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {parsed[-1]['type']}"
+    return parsed
+
+
+def replay_response(stream: list[Answer]) -> Answer:
+    """Check the order of events, and rebuild the response from them."""
+    assert [event["sequence_number"] for event in stream] == list(range(len(stream)))
+    first, second, *middle, last = stream
+    assert (first["type"], second["type"]) == ("response.created", "response.in_progress")
+    assert first["response"]["status"] == "in_progress"
+    output: list[Answer] = []
+    text = ""
+    for event in middle:
+        kind = event["type"].removeprefix("response.")
+        assert event["output_index"] == len(output) - (kind != "output_item.added")
+        if kind == "output_item.added":
+            output.append(event["item"])
+            text = ""
+            continue
+        item = output[-1]
+        if kind == "output_item.done":
+            assert event["item"]["id"] == item["id"]
+            output[-1] = event["item"]
+            continue
+        assert event["item_id"] == item["id"]
+        if kind.endswith(".delta"):
+            text += event["delta"]
+        elif kind.endswith("_text.done"):
+            assert event["text"] == text
+        elif kind == "function_call_arguments.done":
+            assert event["arguments"] == text
+    response = last["response"]
+    assert last["type"] == f"response.{response['status']}"
+    assert response["output"] == output
+    return response
+
+
+def replay_message(stream: list[Answer]) -> Answer:
+    first, *middle, last_delta, last = stream
+    assert (first["type"], last) == ("message_start", {"type": "message_stop"})
+    message, partial = first["message"], ""
+    assert message["content"] == []
+    for event in middle:
+        assert event["index"] == len(message["content"]) - (event["type"] != "content_block_start")
+        if event["type"] == "content_block_start":
+            message["content"].append(event["content_block"])
+            partial = ""
+            continue
+        block = message["content"][-1]
+        if event["type"] == "content_block_stop":
+            if block["type"] == "tool_use":
+                block["input"] = json.loads(partial)
+            continue
+        delta = event["delta"]
+        if delta["type"] == "input_json_delta":
+            partial += delta["partial_json"]
+        else:
+            name = delta["type"].removesuffix("_delta")
+            block[name] += delta[name]
+    assert last_delta["type"] == "message_delta"
+    return message | last_delta["delta"] | {"usage": last_delta["usage"]}
+
+
+def without_ids(body: Answer) -> Answer:
+    """A response without ids and times, and without cached tokens, which a repetition has."""
+    text = json.dumps(body)
+    parsed = json.loads(text)
+    for item in parsed.get("output", parsed.get("content")):
+        for name in ("id", "call_id"):
+            item.pop(name, None)
+    names = ("id", "created_at", "completed_at", "usage")
+    return {name: value for name, value in parsed.items() if name not in names}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("speculative", [True, False])
+@pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
+def test_three_forms_have_the_same_content(agents: Client, text: str, speculative: bool) -> None:
+    bodies = {
+        path: fields(path, text, speculative=speculative) for path in (CHAT, RESPONSES, MESSAGES)
+    }
+    chat, response, message = (agents.post(path, body).json() for path, body in bodies.items())
+    expected = of_chat(chat)
+    assert expected["reasoning"]
+    assert len(expected["calls"]) == text.count("<tool_call>")
+    assert of_response(response) == of_message(message) == expected
+    assert message["stop_reason"] == ("tool_use" if expected["calls"] else "end_turn")
+    streamed = replay_response(events(agents, RESPONSES, bodies[RESPONSES]))
+    assert without_ids(streamed) == without_ids(response)
+    assert of_response(streamed) == expected
+    details = streamed["usage"]["output_tokens_details"]
+    assert 0 < details["reasoning_tokens"] < expected["tokens"][1]
+    streamed = replay_message(events(agents, MESSAGES, bodies[MESSAGES]))
+    assert without_ids(streamed) == without_ids(message)
+    assert of_message(streamed) == expected
+
+
+@pytest.mark.slow
+def test_histories_hold_what_was_answered(agents: Client) -> None:
+    """Output items are valid input, also reasoning that only its encrypted form holds."""
+    body = fields(RESPONSES, TEXTS["text and a call"], include=["reasoning.encrypted_content"])
+    response = agents.post(RESPONSES, body).json()
+    reasoning, *others = response["output"]
+    plain = of_response(response)["reasoning"]
+    hidden = {name: value for name, value in reasoning.items() if name != "content"}
+    lengths = []
+    for item in (reasoning, hidden, hidden | {"encrypted_content": "not ours"}):
+        history = [*body["input"], item, *others]
+        lengths.append(
+            agents.post(RESPONSES, body | {"input": history}).json()["usage"]["input_tokens"]
+        )
+    assert lengths[0] == lengths[1] == lengths[2] + len(plain)
+    messages = fields(MESSAGES, TEXTS["text and a call"])
+    answer = agents.post(MESSAGES, messages).json()
+    turn = {"role": "assistant", "content": answer["content"]}
+    messages["messages"] = [*messages["messages"], turn]
+    assert agents.post(MESSAGES, messages).json()["usage"]["input_tokens"] > 0
+    counted = {name: messages[name] for name in ("messages", "system", "tools")}
+    total = agents.post(COUNT, counted).json()["input_tokens"]
+    assert (
+        total
+        == agents.post(RESPONSES, body | {"input": [*body["input"], *response["output"]]}).json()[
+            "usage"
+        ]["input_tokens"]
+    )
+
+
+@pytest.mark.slow
+def test_ends(agents: Client) -> None:
+    """Ends by the length, a stop sequence and a schema."""
+    short = fields(RESPONSES, TEXTS["text"], max_output_tokens=1)
+    response = agents.post(RESPONSES, short).json()
+    assert (response["status"], response["incomplete_details"]) == (
+        "incomplete",
+        {"reason": "max_output_tokens"},
+    )
+    streamed = replay_response(events(agents, RESPONSES, short))
+    assert streamed["output"][-1]["status"] == "incomplete"
+    message = agents.post(MESSAGES, fields(MESSAGES, "Sure.", max_tokens=1)).json()
+    assert message["stop_reason"] == "max_tokens"
+    message = agents.post(MESSAGES, fields(MESSAGES, "Sure.", stop_sequences=["re"])).json()
+    assert (message["stop_reason"], message["stop_sequence"]) == ("stop_sequence", "re")
+    assert of_message(message)["text"] == "Su"
+    schema = {"enum": [7]}
+    form = {"type": "json_schema", "name": "x", "schema": schema}
+    limited: Answer = {"tools": [], "ebnf": None}
+    body = fields(RESPONSES, "", **limited, text={"format": form})
+    assert json.loads(of_response(agents.post(RESPONSES, body).json())["text"]) == 7
+    body = fields(MESSAGES, "", **limited, output_config={"format": form})
+    assert json.loads(of_message(agents.post(MESSAGES, body).json())["text"]) == 7
+
+
+HELLO = {"input": "hi", "max_output_tokens": 3}
+ASK = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
+
+
+def test_small_requests(client: Client) -> None:
+    body = client.post(RESPONSES, HELLO).json()
+    assert (body["object"], body["output"][0]["type"]) == ("response", "message")
+    assert body["usage"]["output_tokens"] == 3
+    assert client.post(RESPONSES, {"input": [], "max_output_tokens": 1}).status == 200
+    message = client.post(MESSAGES, ASK | {"metadata": {"user_id": "x"}}).json()
+    assert (message["type"], message["role"]) == ("message", "assistant")
+    counted = client.post(COUNT, {"messages": ASK["messages"]}).json()["input_tokens"]
+    assert counted == of_message(message)["tokens"][0]
+    billing = {"type": "text", "text": "x-anthropic-billing-header: 1"}
+    assert client.post(COUNT, ASK | {"system": [billing]}).json()["input_tokens"] == counted
+    streamed = events(client, RESPONSES, HELLO)
+    assert replay_response(streamed)["usage"]["output_tokens"] == 3
+    assert replay_message(events(client, MESSAGES, ASK))["stop_reason"] == "max_tokens"
+
+
+@pytest.mark.parametrize(
+    ("change", "param", "words"),
+    [
+        ({"previous_response_id": "resp_1"}, "previous_response_id", ["resp_1", "history"]),
+        ({"conversation": "c"}, "conversation", ["history"]),
+        ({"background": True}, "background", ["synchronous"]),
+        ({"prompt": {"id": "p"}}, "prompt", ["instructions"]),
+        ({"include": ["message.output_text.logprobs"]}, "include", ["/v1/chat/completions"]),
+        ({"n": 2}, "n", ["n=2"]),
+        ({"input": 5}, "input", ["input=5"]),
+        (
+            {"input": [{"type": "item_reference", "id": "x"}]},
+            "input",
+            ["item_reference", "input[0]"],
+        ),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+            "input",
+            ["input_image", "input[0]"],
+        ),
+        ({"input": [{"type": "function_call", "name": 3}]}, "input", ["name", "input[0]"]),
+        ({"tools": [3]}, "tools", ["type"]),
+        ({"tool_choice": {"type": "web_search"}}, "tool_choice", ["web_search"]),
+        ({"max_output_tokens": -1}, "max_output_tokens", ["max_output_tokens=-1"]),
+        ({"reasoning": {"effort": "huge"}}, "reasoning", ["huge"]),
+        ({"text": "json"}, "text", ["object"]),
+        ({"instructions": 4}, "instructions", ["4"]),
+        ({"temprature": 1}, "temprature", ["temperature"]),
+    ],
+)
+def test_refused_responses(client: Client, change: Answer, param: str, words: list[str]) -> None:
+    answer = client.post(RESPONSES, HELLO | change)
+    assert (answer.status, answer.error["param"]) == (400, param)
+    assert all(word in answer.error["message"] for word in words)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"messages": []}, ["messages"]),
+        ({"messages": [{"role": "tool", "content": "x"}]}, ["messages[0].role"]),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+            ["image", "messages[0]"],
+        ),
+        ({"messages": [{"role": "user", "content": 3}]}, ["messages[0].content"]),
+        ({"messages": [{"role": "assistant", "content": [{"type": "tool_use"}]}]}, ["tool_use"]),
+        ({"system": 3}, ["system"]),
+        ({"max_tokens": -1}, ["max_tokens=-1"]),
+        ({"stop_sequences": 3}, ["stop_sequences"]),
+        ({"thinking": {"type": "x"}}, ["thinking", "enabled"]),
+        ({"tool_choice": {"type": "x"}}, ["tool_choice", "any"]),
+        ({"tools": [{"name": "f"}], "tool_choice": {"type": "tool", "name": "g"}}, ["'f'"]),
+        ({"output_config": {"effort": "huge"}}, ["huge"]),
+        ({"output_config": {"format": {"type": "xml"}}}, ["json_schema"]),
+    ],
+)
+def test_refused_messages(client: Client, change: Answer, words: list[str]) -> None:
+    answer = client.post(MESSAGES, ASK | change)
+    error = answer.json()
+    assert (answer.status, error["type"]) == (400, "error")
+    assert error["error"]["type"] == "invalid_request_error"
+    assert all(word in error["error"]["message"] for word in words)
+
+
+def test_errors_before_a_request_is_read_have_the_form_of_messages(engine: Engine) -> None:
+    with running(make_app(engine, api_key="k")) as port:
+        answer = Client(port).post(COUNT, ASK)
+        assert (answer.status, answer.json()["error"]["type"]) == (401, "authentication_error")
+        assert Client(port, x_api_key="k").post(COUNT, ASK).status == 200
