@@ -81,8 +81,8 @@ def answer(option: str) -> str | None:
     here = ANSWERS.get(option.lstrip("-").replace("-", "_"))
     if here is None or not here.isidentifier():
         return here and f"{option} is not supported: {here}"
-    shown = f"--{here.replace('_', '-')}" if option.startswith("-") else here
-    return f"{option}: this option is called {here} here; pass {shown}"
+    flag = f"--{here.replace('_', '-')}" if option.startswith("-") else here
+    return f"{option}: this option is called {here} here; pass {flag}"
 
 
 def answers_other_names(cls: type[T]) -> type[T]:
@@ -322,8 +322,8 @@ class EngineArgs:
         """Raise ValueError if no tier can accept ``simulate_accept_length`` tokens."""
         accepted = self.simulate_accept_length
         if None not in (accepted, self.simulate_acceptance):
-            both = f"simulate_accept_length={accepted!r} and simulate_acceptance="
-            raise ValueError(f"{both}{self.simulate_acceptance!r} exclude each other; set only one")
+            pair = f"simulate_accept_length={accepted!r} and simulate_acceptance="
+            raise ValueError(f"{pair}{self.simulate_acceptance!r} exclude each other; set only one")
         longest = max(shape.accept_width for shape in shapes)
         if accepted is not None and not 1 <= accepted <= longest:
             raise ValueError(
@@ -386,8 +386,8 @@ class EngineArgs:
 
     @cached_property
     def algorithm(self) -> "SpeculativeAlgorithm":
-        made = self._registered.create_worker(self)
-        return getattr(self._registered, "overridden", lambda worker: worker)(made)
+        worker = self._registered.create_worker(self)
+        return getattr(self._registered, "overridden", lambda worker: worker)(worker)
 
     @cached_property
     def _registered(self) -> "SpeculativeAlgorithm | CustomSpecAlgo":

@@ -182,9 +182,9 @@ class Engine:
         if self.peer_connected is None:
             raise ValueError("wait_for_peer needs disaggregation_mode, which is None")
         end = time.monotonic() + timeout
-        while not self.peer_connected and (left := end - time.monotonic()) > 0:
+        while not self.peer_connected and (remaining := end - time.monotonic()) > 0:
             self.check_health()
-            time.sleep(min(0.05, left))
+            time.sleep(min(0.05, remaining))
         return bool(self.peer_connected)
 
     @property
@@ -308,8 +308,10 @@ class Engine:
     def make_probe(self, timeout: float) -> Call:
         """Make a call with one prompt token and one new token; a prefill side can run it too."""
         self._need_open()
-        one = {"max_new_tokens": 1, "temperature": 0.0}
-        return self._factory.make(input_ids=[0], sampling_params=one, timeout=timeout, stream=False)
+        sampling = {"max_new_tokens": 1, "temperature": 0.0}
+        return self._factory.make(
+            input_ids=[0], sampling_params=sampling, timeout=timeout, stream=False
+        )
 
     async def async_run(self, call: Call) -> Any:
         """Run a call from :meth:`make_call`, once; the result is as in :meth:`async_generate`."""
@@ -384,8 +386,8 @@ class Engine:
             ValueError: if a tensor does not fit, was donated or is not finite; the error names it.
         """
         self._need_open()
-        new = weights_from_tensors(self._plan, named_tensors, draft=draft)
-        self._replace_weights(new, allow_nonfinite)
+        replacement = weights_from_tensors(self._plan, named_tensors, draft=draft)
+        self._replace_weights(replacement, allow_nonfinite)
 
     def watch_rounds(self, watch: Watch | None) -> None:
         """Call ``watch`` with the drafts and accepted tokens of each later round. ``None`` ends it.
@@ -429,21 +431,21 @@ class Engine:
         return (self,)
 
     def _replace_weights(
-        self, new: NewWeights, allow_nonfinite: bool, plan: EnginePlan | None = None
+        self, replacement: NewWeights, allow_nonfinite: bool, plan: EnginePlan | None = None
     ) -> None:
         if not allow_nonfinite:
-            for weights in new:
+            for weights in replacement:
                 check_finite(weights)
         for engine in self._engines:  # check all before any is changed
             engine.check_health()
         for engine in self._engines:
-            engine._loop.run(partial(engine._replace_between_steps, new), is_vital=True)
+            engine._loop.run(partial(engine._replace_between_steps, replacement), is_vital=True)
             if plan is not None:
                 engine._plan = replace(engine._plan, target=plan.target, drafts=plan.drafts)
 
-    def _replace_between_steps(self, new: NewWeights) -> None:
+    def _replace_between_steps(self, replacement: NewWeights) -> None:
         self._scheduler.flush_cache()
-        for _ in replace_weights(self.runner, new):
+        for _ in replace_weights(self.runner, replacement):
             self._loop.advance()
         self.runner.reset()
         self._scheduler.prompt_source.weights_replaced()

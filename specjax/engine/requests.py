@@ -51,8 +51,8 @@ def tokenize_inputs(
     Raw text gets the checkpoint's special tokens, ``messages`` get the chat template's.
     ``input_ids`` may be arrays. Raises ValueError if an input is invalid or too long.
     """
-    given = {"prompt": prompt, "input_ids": input_ids, "messages": messages}
-    names = [name for name, value in given.items() if value is not None]
+    inputs = {"prompt": prompt, "input_ids": input_ids, "messages": messages}
+    names = [name for name, value in inputs.items() if value is not None]
     if len(names) != 1:
         raise ValueError(f"give exactly one of prompt, input_ids and messages; got {names}")
     rows: Iterable[list[int]]
@@ -70,9 +70,9 @@ def tokenize_inputs(
         tokenizer = _need_tokenizer(tokenizer, "messages")
         is_batch = _is_list(messages) and len(messages) > 0 and _is_list(messages[0])
         conversations = messages if is_batch else [messages]
-        if not all(_is_list(one) for one in conversations):
+        if not all(_is_list(chat) for chat in conversations):
             raise refused("messages", messages, "must be a list of messages or of such lists")
-        rows = (encode_conversation(tokenizer, context_length, one) for one in conversations)
+        rows = (encode_conversation(tokenizer, context_length, chat) for chat in conversations)
     checked = []
     for ids in rows:  # lazy: after one input is refused, later texts are not encoded
         if not ids:
@@ -98,7 +98,7 @@ def encode_conversation(
     With ``continue_final_message`` the ids end with the content of the last message. Characters
     are counted first; a conversation that is too long for the context raises ValueError.
     """
-    contents = (one.get("content") for one in messages if isinstance(one, Mapping))
+    contents = (message.get("content") for message in messages if isinstance(message, Mapping))
     num_chars = sum(len(text) for text in contents if isinstance(text, str))
     tokenizer.check_length(num_chars, context_length)
     text = tokenizer.apply_chat_template(messages, **variables)
@@ -117,10 +117,10 @@ def _up_to_content(text: str, content: Any) -> str:
             "continue_final_message=True needs a last message whose text appears unchanged in the "
             "rendered chat template"
         )
-    kept = text[: at + len(stripped)]
+    prefix = text[: at + len(stripped)]
     # keep trailing spaces unless the template has stripped them
     end = content[len(content.rstrip()) :]
-    return kept + end if text.startswith(end, len(kept)) else kept
+    return prefix + end if text.startswith(end, len(prefix)) else prefix
 
 
 def refuse_length(num_tokens: int, context_length: float) -> NoReturn:
@@ -201,10 +201,10 @@ class RequestFactory:
             context_length=self._plan.context_length,
         )
         count = len(prompts)
-        given = _for_each_input("sampling_params", sampling_params, count)
-        made = {id(one): SamplingParams.of(one) for one in given}
-        params = [made[id(one)] for one in given]
-        numbers = sorted({one.n for one in params})
+        values = _for_each_input("sampling_params", sampling_params, count)
+        params_by_id = {id(value): SamplingParams.of(value) for value in values}
+        params = [params_by_id[id(value)] for value in values]
+        numbers = sorted({x.n for x in params})
         if len(numbers) > 1:
             message = f"n must be equal for all inputs of a call; got {numbers}"
             raise ParameterError(message, param="n")
@@ -221,12 +221,12 @@ class RequestFactory:
             )
             for i in range(count)
         ]
-        grammars = [self._grammar(one.sampling_params, one.input_ids) for one in arguments]
+        grammars = [self._grammar(arg.sampling_params, arg.input_ids) for arg in arguments]
         requests = [
             self._request(
-                one if n == 1 else replace(one, rid=f"{one.rid}_{sample}"), sample, grammar
+                arg if n == 1 else replace(arg, rid=f"{arg.rid}_{sample}"), sample, grammar
             )
-            for one, grammar in zip(arguments, grammars, strict=True)
+            for arg, grammar in zip(arguments, grammars, strict=True)
             for sample in range(n)
         ]
         groups = [name for name in rids for _ in range(n)]
@@ -236,13 +236,13 @@ class RequestFactory:
         config, params = self._plan.target.config, arguments.sampling_params
         if arguments.timeout is None:
             arguments = replace(arguments, timeout=self._plan.args.request_timeout)
-        given, default = params.simulate_acceptance, self._plan.args.simulate_acceptance
-        if given is None and default is not None:
+        simulated, default = params.simulate_acceptance, self._plan.args.simulate_acceptance
+        if simulated is None and default is not None:
             params = replace(params, simulate_acceptance=default)
             arguments = replace(arguments, sampling_params=params)
-        elif given is not None and default is None:
+        elif simulated is not None and default is None:
             demand = "needs the engine option simulate_acceptance, which is None"
-            raise refused("simulate_acceptance", given, demand)
+            raise refused("simulate_acceptance", simulated, demand)
         if params.stop_strings:
             _need_tokenizer(self._tokenizer, "stop")
         ends = set(params.stop_token_ids or ())
@@ -257,7 +257,7 @@ class RequestFactory:
             given_seed = params.sampling_seed
             seed = sample_seed(DEFAULT_SEED if given_seed is None else given_seed, sample)
         # the prompt must fit; the completion is truncated
-        left = min(self._plan.context_length, self._scheduler.max_tokens) - len(arguments.input_ids)
+        room = min(self._plan.context_length, self._scheduler.max_tokens) - len(arguments.input_ids)
         decoder = None
         if self._tokenizer is not None:
             skips = params.skip_special_tokens
@@ -266,7 +266,7 @@ class RequestFactory:
             arguments,
             constraint=None if grammar is None else grammar.request(),
             seed=seed,
-            max_new_tokens=min(params.max_new_tokens, max(1, left)),
+            max_new_tokens=min(params.max_new_tokens, max(1, room)),
             end_token_ids=frozenset(ends),
             decoder=decoder,
             spec_width=self._plan.config.kv_writes.accept_width - 1,
@@ -311,7 +311,7 @@ def _rids(rid: Any, count: int, is_batch: bool) -> list[str]:
     if rid is None:
         return [new_id() for _ in range(count)]
     rids = list(rid) if is_batch and _is_list(rid) else [rid]
-    if len(rids) != count or not all(isinstance(one, str) and one for one in rids):
+    if len(rids) != count or not all(isinstance(rid, str) and rid for rid in rids):
         kind = f"a list of {count} non-empty strings" if is_batch else "a non-empty string"
         raise refused("rid", rid, f"must be {kind}")
     if len(set(rids)) != count:
@@ -329,10 +329,10 @@ def _for_each_input(name: str, value: Any, count: int) -> list[Any]:
     return list(value)
 
 
-def _need_tokenizer(tokenizer: Tokenizer | None, what: str) -> Tokenizer:
+def _need_tokenizer(tokenizer: Tokenizer | None, option: str) -> Tokenizer:
     if tokenizer is None:
-        message = f"{what} needs a tokenizer; give input_ids if skip_tokenizer_init is set"
-        raise ParameterError(message, param=what)
+        message = f"{option} needs a tokenizer; give input_ids if skip_tokenizer_init is set"
+        raise ParameterError(message, param=option)
     return tokenizer
 
 

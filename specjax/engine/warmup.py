@@ -44,14 +44,14 @@ class WarmUp:
 
     def table(self) -> str:
         """Format the result as lines of text, with sizes in MB."""
-        width = max(len(each.key) for each in self.functions)
+        width = max(len(fn.key) for fn in self.functions)
         lines = [f"{'function':<{width}}  seconds  MB on disk  MB arguments  MB temporary"]
-        for each in self.functions:
-            kept = "-" if each.num_bytes is None else f"{each.num_bytes / 1e6:.2f}"
+        for fn in self.functions:
+            size = "-" if fn.num_bytes is None else f"{fn.num_bytes / 1e6:.2f}"
             lines.append(
-                f"{each.key:<{width}}{each.seconds:>9.2f}{kept:>12}"
-                f"{each.argument_bytes / 1e6:>14.2f}{each.temp_bytes / 1e6:>14.2f}  "
-                f"{'present' if each.is_hit else 'compiled'}"
+                f"{fn.key:<{width}}{fn.seconds:>9.2f}{size:>12}"
+                f"{fn.argument_bytes / 1e6:>14.2f}{fn.temp_bytes / 1e6:>14.2f}  "
+                f"{'present' if fn.is_hit else 'compiled'}"
             )
         most = max(function.temp_bytes for function in self.functions)
         lines += [

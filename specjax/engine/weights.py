@@ -26,11 +26,11 @@ from specjax.runtime.runner import ModelRunner
 NewWeights = tuple[Mapping[str, Any], Mapping[str, Any]]
 
 
-def is_same(one: Checkpoint[Any], other: Checkpoint[Any]) -> bool:
+def is_same(checkpoint: Checkpoint[Any], other: Checkpoint[Any]) -> bool:
     """Whether two checkpoints give the same weights."""
-    exponents = [getattr(each.config, "kv_exponents", ()) for each in (one, other)]
-    is_equal = one.config == other.config and exponents[0] == exponents[1]
-    return is_equal and one.path.resolve() == other.path.resolve()
+    exponents = [getattr(x.config, "kv_exponents", ()) for x in (checkpoint, other)]
+    is_equal = checkpoint.config == other.config and exponents[0] == exponents[1]
+    return is_equal and checkpoint.path.resolve() == other.path.resolve()
 
 
 def load_weights(
@@ -56,16 +56,16 @@ def load_weights(
             target = place.put_weights(nets.target.order(plan.target.load_weights()))
         if is_dummy:
             return target, place.put_weights(nets.draft.random(1))
-    named = {name: w for one in plan.drafts for name, w in one.load_weights().items()}
-    for one in plan.drafts:
-        if isinstance(one, BlockCheckpoint):
-            one.compare_copies(dict(zip(nets.target.names, target, strict=True)))
+    named = {name: w for draft in plan.drafts for name, w in draft.load_weights().items()}
+    for checkpoint in plan.drafts:
+        if isinstance(checkpoint, BlockCheckpoint):
+            checkpoint.compare_copies(dict(zip(nets.target.names, target, strict=True)))
     draft = place.put_weights(nets.draft.order(named))
-    loaded = [(one, nets.draft, draft) for one in plan.drafts]
+    loaded = [(checkpoint, nets.draft, draft) for checkpoint in plan.drafts]
     if shared is None:
         loaded.append((plan.target, nets.target, target))
-    for one, flat, weights in loaded:
-        check_finite(dict(zip(flat.names, weights, strict=True)), one.path)
+    for checkpoint, flat, weights in loaded:
+        check_finite(dict(zip(flat.names, weights, strict=True)), checkpoint.path)
     return target, draft
 
 
@@ -73,8 +73,8 @@ def weights_from_disk(
     plan: EnginePlan, model_path: str | PathLike[str] | None, draft_path: str | PathLike[str] | None
 ) -> tuple[EnginePlan, NewWeights]:
     """Return the plan with the new checkpoints, and the weights from the given paths."""
-    given = [path for path in (model_path, draft_path) if path is not None]
-    if not given or not all(isinstance(path, str | PathLike) for path in given):
+    paths = [path for path in (model_path, draft_path) if path is not None]
+    if not paths or not all(isinstance(path, str | PathLike) for path in paths):
         raise ValueError(f"give model_path, draft_path or both; got {model_path=}, {draft_path=}")
     target, drafts, new_target, new_draft = plan.target, plan.drafts, {}, {}
     if model_path is not None:
@@ -85,8 +85,8 @@ def weights_from_disk(
     if draft_path is not None:
         if not drafts:
             raise ValueError(f"draft_path={draft_path!r}, but the engine has no draft network")
-        found = plan.args.algorithm.open_draft(plan.args, target, draft_path)
-        drafts = quantised(found, plan.args)
+        disk_drafts = plan.args.algorithm.open_draft(plan.args, target, draft_path)
+        drafts = quantised(disk_drafts, plan.args)
         _check_same_config(drafts[0], plan.drafts[0])
         new_draft = drafts[0].load_weights()
     if model_path is not None:
@@ -115,13 +115,13 @@ def weights_from_tensors(
     nets = plan.networks
     flat, owner = (nets.draft, plan.drafts[0]) if draft else (nets.target, plan.target)
     try:
-        given = dict(named_tensors)
+        values = dict(named_tensors)
     except TypeError as error:
         raise ValueError(f"named_tensors={named_tensors!r} must map names to arrays") from error
     abstract = dict(zip(flat.names, flat.abstract, strict=True))
     dtype, format = owner.config.dtypes.activations, owner.config.quantization
     recipes = owner.recipes
-    matrices = {part.name for one in recipes.values() if one.layout for part in one.parts}
+    matrices = {x.name for recipe in recipes.values() if recipe.layout for x in recipe.parts}
 
     def dtype_of(name: str, value: Any) -> Any:
         """The dtype of a weight in the engine, and of a tensor from which one is made."""
@@ -129,31 +129,31 @@ def weights_from_tensors(
             return abstract[name].dtype
         if format is None:
             return dtype
-        own = value.dtype if isinstance(value, jax.Array) else np.asarray(value).dtype
+        value_dtype = value.dtype if isinstance(value, jax.Array) else np.asarray(value).dtype
         if owner.canonical_name(name) in matrices:  # quantised from all of its bits
-            return own
+            return value_dtype
         if "_scale" in name:
             return np.dtype(np.float32)
-        return dtype if str(own) in FLOATS else own
+        return dtype if str(value_dtype) in FLOATS else value_dtype
 
-    tensors = {str(x): _copied(x, value, dtype_of(str(x), value)) for x, value in given.items()}
+    tensors = {str(x): _copied(x, value, dtype_of(str(x), value)) for x, value in values.items()}
     if not tensors:
         raise ValueError("named_tensors is empty; give the weights to replace")
     weights = {name: tensors.pop(name) for name in abstract if name in tensors}
     tensors = {owner.canonical_name(name): tensors[name] for name in tensors}
-    parts = set[str]()
+    used_names = set[str]()
     if format is not None:
         source = _in_memory(jax.tree.map(np.asarray, tensors))
         source = quantised_source(source, recipes, format, signed=True)
         tensors = {name: source.read(name) for name in source.infos}
     for name, recipe in recipes.items():
-        names = {part.name for part in recipe.parts}
+        names = {x.name for x in recipe.parts}
         if not names.isdisjoint(tensors):
-            parts |= names
+            used_names |= names
             if name in weights:
                 raise ValueError(f"named_tensors has {name!r} whole and in parts; give only one")
             weights[name] = _from_parts(recipe, abstract[name].dtype, tensors)
-    strays = sorted(n for n in tensors.keys() - parts if not (weights and owner.is_ignored(n)))
+    strays = sorted(n for n in tensors.keys() - used_names if not (weights and owner.is_ignored(n)))
     if strays:
         raise ValueError(f"named_tensors: {strays[:5]} are not weights of the model")
     table, output = weights.get("embedding.table"), tensors.get("lm_head.weight")
@@ -164,15 +164,15 @@ def weights_from_tensors(
                 "tie_word_embeddings=True; leave it out"
             )
     if not weights:
-        raise ValueError(f"named_tensors has only {sorted(given)[:5]}, which replace no weights")
+        raise ValueError(f"named_tensors has only {sorted(values)[:5]}, which replace no weights")
     for name in weights:
-        whole = name.rpartition(".")[0]
-        others = {f"{whole}.{leaf}" for leaf in ("values", "scale", "offset")} & abstract.keys()
-        if name in others and (missing := sorted(others - weights.keys())):
+        module = name.rpartition(".")[0]
+        siblings = {f"{module}.{leaf}" for leaf in ("values", "scale", "offset")} & abstract.keys()
+        if name in siblings and (missing := sorted(siblings - weights.keys())):
             raise ValueError(f"named_tensors has {name!r} without {missing[0]!r}; give all of them")
-    owned = {part.name: name for name in weights for part in recipes[name].parts}
+    owned = {x.name: name for name in weights for x in recipes[name].parts}
     for name, recipe in recipes.items():
-        repeated = next((owned[part.name] for part in recipe.parts if part.name in owned), None)
+        repeated = next((owned[x.name] for x in recipe.parts if x.name in owned), None)
         if repeated is not None and name not in weights:
             raise ValueError(
                 f"named_tensors has {repeated!r} but not {name!r}, which contains the same tensor; "
@@ -226,10 +226,10 @@ def _is_finite(weight: Any) -> Any:
     )
 
 
-def replace_weights(runner: ModelRunner, new: NewWeights) -> Iterator[None]:
+def replace_weights(runner: ModelRunner, replacement: NewWeights) -> Iterator[None]:
     """Replace a weight of a runner per iteration, so that the device never holds two models."""
     nets = runner.networks
-    for flat, weights in zip((nets.target, nets.draft), new, strict=True):
+    for flat, weights in zip((nets.target, nets.draft), replacement, strict=True):
         for i, name in enumerate(flat.names):
             if name in weights:
                 weight = jax.block_until_ready(nets.placement.put_weights(weights[name]))
@@ -237,18 +237,18 @@ def replace_weights(runner: ModelRunner, new: NewWeights) -> Iterator[None]:
                 yield
 
 
-def _check_same_config(new: Checkpoint[Any], old: Checkpoint[Any]) -> None:
-    names = [field.name for field in fields(old.config) if field.compare]
-    values = [(name, getattr(new.config, name), getattr(old.config, name)) for name in names]
+def _check_same_config(fresh: Checkpoint[Any], live: Checkpoint[Any]) -> None:
+    names = [field.name for field in fields(live.config) if field.compare]
+    values = [(name, getattr(fresh.config, name), getattr(live.config, name)) for name in names]
     differing = ", ".join(f"{name}={a!r} instead of {b!r}" for name, a, b in values if a != b)
     if differing:
-        raise ValueError(f"{new.path} does not fit the engine: {differing}; make a new engine")
+        raise ValueError(f"{fresh.path} does not fit the engine: {differing}; make a new engine")
 
 
-def _check_fits(what: str, value: Any, shape: tuple[int, ...], dtype: Any) -> None:
+def _check_fits(label: str, value: Any, shape: tuple[int, ...], dtype: Any) -> None:
     if value.shape != shape or value.dtype != dtype:
         raise ValueError(
-            f"{what} is {value.dtype} {tuple(value.shape)}, but the engine needs {dtype} {shape}"
+            f"{label} is {value.dtype} {tuple(value.shape)}, but the engine needs {dtype} {shape}"
         )
 
 
@@ -268,17 +268,17 @@ def _copied(name: str, value: Any, dtype: Any) -> Any:
 
 
 def _from_parts(recipe: Recipe, dtype: Any, tensors: dict[str, Any]) -> np.ndarray:
-    names = [part.name for part in recipe.parts]
+    names = [x.name for x in recipe.parts]
     if missing := [name for name in names if name not in tensors]:
-        given = next(name for name in names if name in tensors)
+        present = next(name for name in names if name in tensors)
         raise ValueError(
-            f"named_tensors has {given!r} without {missing}, which are parts of the same weight; "
+            f"named_tensors has {present!r} without {missing}, which are parts of the same weight; "
             "give all parts"
         )
-    parts = {part.name: np.asarray(tensors[part.name]) for part in recipe.parts}
-    for part in recipe.parts:
-        if jnp.issubdtype(dtype, jnp.floating) and str(parts[part.name].dtype) in FLOATS:
-            parts[part.name] = cast(parts[part.name], dtype)  # scales may be in another dtype
-        _check_fits(f"tensor {part.name!r}", parts[part.name], part.shape, dtype)
-    source = _in_memory(parts)
+    arrays = {x.name: np.asarray(tensors[x.name]) for x in recipe.parts}
+    for stored in recipe.parts:
+        if jnp.issubdtype(dtype, jnp.floating) and str(arrays[stored.name].dtype) in FLOATS:
+            arrays[stored.name] = cast(arrays[stored.name], dtype)  # scales may be in another dtype
+        _check_fits(f"tensor {stored.name!r}", arrays[stored.name], stored.shape, dtype)
+    source = _in_memory(arrays)
     return make_weight(recipe, source, np.dtype(dtype))
