@@ -10,18 +10,53 @@ heads of 128, and 237 with bytes (H200). Also, kernels cannot address arrays of 
 4 GiB.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
-from specjax.kernels.backend import WORD, inline_ptx, spans
+from specjax.kernels.backend import WORD, inline_ptx, spans, takes_head_dim
+
+from specjax.config import TransformerConfig
+
+# minimum compute capability of GPUs that convert 8-bit floats
+LEAST_CAPABILITY = 8.9
 
 # both convert two words, one per half of a register, to float16; e4m3 has a converter for pairs
 FROM_WORDS = (
     "{ .reg .b16 a, b; .reg .b32 x, y; mov.b32 {a, b}, $1; cvt.rn.f16x2.e4m3x2 x, a;"
     " cvt.rn.f16x2.e4m3x2 y, b; prmt.b32 $0, x, y, %s; }"
 )
+
+
+def refusals(model: TransformerConfig, device: jax.Device, *, deterministic: bool) -> Iterator[str]:
+    """Why a device cannot store the KV of a model as its ``kv_cache_dtype`` says."""
+    if model.kv_cache_dtype == "auto":
+        return
+    option = f"kv_cache_dtype={model.kv_cache_dtype!r}"
+    capability = getattr(device, "compute_capability", LEAST_CAPABILITY)
+    if float(capability) < LEAST_CAPABILITY:
+        yield (
+            f"{option} needs compute capability {LEAST_CAPABILITY} or later; {device.device_kind} "
+            f"has {capability}"
+        )
+    if deterministic and not takes_head_dim(model.head_dim, WORD):
+        yield (
+            "enable_deterministic_inference=True needs a head dim of at least 32 with "
+            f"{option}, not {model.head_dim}"
+        )
+
+
+def warnings(model: TransformerConfig, device: jax.Device) -> Iterator[str]:
+    """What is slow if a device stores the KV of a model as its ``kv_cache_dtype`` says."""
+    is_narrow = model.kv_cache_dtype != "auto" and device.platform != "cpu"
+    if is_narrow and not takes_head_dim(model.head_dim, WORD):
+        yield (
+            f"with kv_cache_dtype={model.kv_cache_dtype!r} and head_dim={model.head_dim}, every "
+            "round reads the KV of the whole context length; kernels take heads of 32 to 256 dims, "
+            "in steps of 32"
+        )
 
 
 def from_words(words: jax.Array, implementation: str) -> tuple[jax.Array, jax.Array]:

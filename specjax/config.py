@@ -215,6 +215,10 @@ class TransformerConfig:
     def rope(self) -> Rope:
         return Rope(self.head_dim, self.rope_theta, self.rope_scaling, self.rotary_dim)
 
+    def served(self, length: int, kv_cache_dtype: str) -> Self:
+        """The configuration that functions are compiled for, see :meth:`within`."""
+        return replace(self.within(length), kv_cache_dtype=kv_cache_dtype)
+
     def within(self, length: int) -> Self:
         """The same model for texts of at most ``length`` tokens.
 
@@ -274,6 +278,10 @@ class ModelConfig(TransformerConfig):
                 "context_length"
             )
         return length or self.max_position_embeddings
+
+    def served(self, length: int, kv_cache_dtype: str) -> "ModelConfig":
+        """As for all transformers, without the exponents, which belong to the weights."""
+        return replace(super().served(length, kv_cache_dtype), kv_exponents=())
 
     def within(self, length: int) -> "ModelConfig":
         """As for all transformers; also drop windows that hold such texts."""

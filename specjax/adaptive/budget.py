@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from specjax.adaptive.config import ConfigSource, load_adaptive_config, nearest
+from specjax.adaptive.controller import AdaptiveSpecPolicy, check_counts
 from specjax.adaptive.cost import MOST_RATIO, CostTable, Seconds
-from specjax.adaptive.policy import AdaptiveSpecPolicy, check_counts
 from specjax.adaptive.survival import NO_RECORD, Counts, RoundRecord, SurvivalEstimator
 from specjax.types import NO_DRAFTS, DraftShape
 

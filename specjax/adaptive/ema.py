@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from specjax.adaptive.config import AdaptiveSlot, ConfigSource, load_adaptive_config, nearest
-from specjax.adaptive.policy import AdaptiveSpecPolicy
+from specjax.adaptive.controller import AdaptiveSpecPolicy
 from specjax.adaptive.survival import NO_RECORD, RoundRecord
 from specjax.types import DraftShape
 

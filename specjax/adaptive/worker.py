@@ -5,9 +5,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from specjax.adaptive.config import ConfigSource
-from specjax.adaptive.controller import TierController
+from specjax.adaptive.controller import AdaptiveSpecPolicy, TierController
 from specjax.adaptive.ema import AdaptiveSpeculativeParams
-from specjax.adaptive.policy import AdaptiveSpecPolicy
 from specjax.adaptive.survival import NO_RECORD, RoundRecord
 from specjax.types import DraftShape
 

@@ -61,6 +61,7 @@ class BlockCheckpoint(Checkpoint[BlockConfig]):
     """A block drafter on disk. The target decides the dtype and open settings of ``config``."""
 
     _network = BlockDraft
+    quantises_drafts = False
 
     def describe(self) -> str:
         config = self.config

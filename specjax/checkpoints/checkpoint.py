@@ -1,8 +1,9 @@
 """A model on disk: its configuration, and its weights by the names of the engine."""
 
+import logging
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -13,12 +14,14 @@ import numpy as np
 
 from specjax.checkpoints.quantization import quantised_source
 from specjax.checkpoints.tensors import FLOATS, TensorSource, make_weight
-from specjax.config import BlockConfig, DraftConfig, ModelConfig, Quantization
+from specjax.config import Quantization, TransformerConfig
 from specjax.models.declare import Recipe, Recipes
 from specjax.models.flat import recipes_of
 
 GROUP = 128  # inputs that share a scale if a matrix is quantised to 4 bits while it is loaded
-C = TypeVar("C", ModelConfig, DraftConfig, BlockConfig)
+C = TypeVar("C", bound=TransformerConfig)
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,8 @@ class Checkpoint(Generic[C]):
     path: Path
     _open_source: Callable[[], TensorSource]
     _network: ClassVar[Callable[..., Any]]  # builds the module of a configuration
+    # whether ``quantization`` applies to its matrices if it is a draft
+    quantises_drafts: ClassVar[bool] = True
 
     def quantised(self, kind: str | None, *, rounds_activations: bool = False) -> Self:
         """The same model with its matrices quantised as ``kind``; ``None``: as they are.
@@ -46,7 +51,28 @@ class Checkpoint(Generic[C]):
             format = Quantization(kind, group=GROUP if kind == "int4" else None)
         if format is not None:
             format = replace(format, rounds_activations=rounds_activations)
+        elif rounds_activations:
+            raise ValueError(
+                "quantize_activations=True needs quantised matrices; set quantization to 'fp8' or "
+                f"'int8', because those of {self.path} are whole"
+            )
         return replace(self, config=replace(self.config, quantization=format))
+
+    def quantised_draft(self, kind: str | None, *, rounds_activations: bool = False) -> Self:
+        """The same draft with its matrices as they are stored, else quantised as ``kind``.
+
+        Logs a warning if ``rounds_activations`` cannot apply to it.
+        """
+        stored = self.config.quantization
+        kind = kind if stored is None else stored.kind
+        is_whole = kind is None or not self.quantises_drafts
+        if rounds_activations and is_whole:
+            logger.warning("quantize_activations: the draft %s stays whole", self.path)
+        elif rounds_activations and stored is not None and not stored.permits_rounding:
+            text = "quantize_activations: %s: quantization_config (%s) does not permit it"
+            logger.warning(text, self.path / "config.json", stored)
+            rounds_activations = False
+        return self if is_whole else self.quantised(kind, rounds_activations=rounds_activations)
 
     def source(self) -> TensorSource:
         """The tensors on disk, quantised if the configuration is and they are not."""
@@ -82,6 +108,15 @@ class Checkpoint(Generic[C]):
     def recipes(self) -> Recipes:
         """The recipe of each weight by name; in recipes, tensors have canonical names."""
         return recipes_of(type(self)._network, self.config)
+
+    def has_weights_of(self, other: "Checkpoint[Any]") -> bool:
+        """Whether this checkpoint gives the weights that ``other`` gives."""
+        exponents = [getattr(each.config, "kv_exponents", ()) for each in (self, other)]
+        is_equal = self.config == other.config and exponents[0] == exponents[1]
+        return is_equal and self.path.resolve() == other.path.resolve()
+
+    def compare_copies(self, target: Mapping[str, Any]) -> None:
+        """Warn if its copies of the target's weights differ from these."""
 
     def canonical_name(self, name: str) -> str:
         """Map the published name of a tensor to its name in :meth:`recipes`."""

@@ -6,7 +6,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
@@ -69,9 +69,7 @@ def export_draft(
     """
     check_integer("max_shard_bytes", max_shard_bytes, 1)
     recipes, text = _published_draft(Path(path), config)
-    if isinstance(config, BlockConfig):
-        weights = {name: weights[name] for name in weights if not name.startswith("context.")}
-    tensors = published_tensors(config, recipes, weights)
+    tensors = published_tensors(config, recipes, _unrepeated(weights))
     directory = Path(path)
     directory.mkdir(parents=True, exist_ok=True)
     for stale in (*directory.glob("model*.safetensors"), directory / SAFETENSORS_INDEX):
@@ -155,16 +153,9 @@ def write_zeros(directory: Path, config: DraftConfig | BlockConfig) -> None:
 
 def _published_draft(path: Path, config: DraftConfig | BlockConfig) -> tuple[Recipes, str]:
     """Return the recipes of the tensors to write, and the text of ``config.json``."""
-    if isinstance(config, BlockConfig):
-        recipes, body = recipes_of(BlockDraft, config), _published_block(config)
-        recipes = {name: recipes[name] for name in recipes if not name.startswith("context.")}
-    elif config.fuses_features:
-        recipes, body = recipes_of(build_head, config), _published_head(config)
-    else:
-        raise ValueError(
-            f"checkpoint_format={config.checkpoint_format!r} must be 'eagle-3' to be exported"
-        )
-    text = json.dumps(body, indent=2) + "\n"
+    network, publish, _ = _FORMATS[type(config)]
+    recipes, text = recipes_of(network, config), json.dumps(publish(config), indent=2) + "\n"
+    recipes = _unrepeated(recipes)
     _check_read_back(path, config, text, recipes)
     return recipes, text
 
@@ -178,14 +169,13 @@ def _check_read_back(
     target: Any = SimpleNamespace(**vars(config) | sizes)
     pair: Any = SimpleNamespace(config=target)
     with TemporaryDirectory() as folder:
-        path, is_block = Path(folder), isinstance(config, BlockConfig)
+        path = Path(folder)
         (path / "config.json").write_text(text, encoding="utf-8")
         stored = [tensor for recipe in recipes.values() for tensor in recipe.parts]
         infos = {tensor.name: TensorInfo(tensor.shape, path, config.dtype) for tensor in stored}
         source = TensorSource(path, infos, lambda name: np.empty(infos[name].shape))
         try:
-            read, model = (block_config, pair) if is_block else (draft_config, target)
-            read_back: Any = read(path, source, model)
+            read_back: Any = _FORMATS[type(config)][2](path, source, pair)
         except ValueError as error:
             error.args = (str(error).replace(folder, str(output)),)
             raise
@@ -206,6 +196,10 @@ def published_target(config: ModelConfig) -> dict[str, Any]:
 
 
 def _published_head(config: DraftConfig) -> dict[str, Any]:
+    if not config.fuses_features:
+        raise ValueError(
+            f"checkpoint_format={config.checkpoint_format!r} must be 'eagle-3' to be exported"
+        )
     values = dataclasses.asdict(config)
     return {
         "architectures": ["LlamaForCausalLMEagle3"],
@@ -261,6 +255,18 @@ def _published_block(config: BlockConfig) -> dict[str, Any]:
             "verifier": {"name_or_path": None, "architectures": []},
         },
     }
+
+
+# kind of draft -> its network, what writes config.json, and what reads that for a target
+_FORMATS: dict[type, tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]] = {
+    DraftConfig: (build_head, _published_head, lambda *a: draft_config(*a[:2], a[2].config)),
+    BlockConfig: (BlockDraft, _published_block, block_config),
+}
+
+
+def _unrepeated(weights: Mapping[str, Any]) -> dict[str, Any]:
+    """Leave out the weights of a block drafter that repeat others."""
+    return {name: weights[name] for name in weights if not name.startswith("context.")}
 
 
 def published_tensors(

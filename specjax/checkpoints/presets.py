@@ -76,12 +76,13 @@ PRESETS: dict[str, tuple[ModelConfig, DraftConfig | BlockConfig]] = {
 }
 
 
+# algorithms of the presets with a block drafter
+_ALGORITHMS = {"qwen3-8b-dflash-b16": "DFLASH", "qwen3-8b-dspark-b7": "DSPARK"}
+
+
 def preset_algorithm(name: str | None) -> str | None:
     """Return the algorithm for a preset's block drafter; ``None`` if it has another draft."""
-    config = PRESETS.get(name or "", (None, None))[1]
-    if not isinstance(config, BlockConfig):
-        return None
-    return "DSPARK" if config.markov_head else "DFLASH"
+    return _ALGORITHMS.get(name or "")
 
 
 def write_preset(name: str, folder: Path) -> tuple[Path, Path]:

@@ -42,6 +42,12 @@ class TensorSource:
     read: Callable[[str], np.ndarray]
 
 
+def in_memory(tensors: Mapping[str, np.ndarray], path: Path) -> TensorSource:
+    """The source of these arrays; ``path`` says in messages where they are from."""
+    infos = {name: TensorInfo(x.shape, path, str(x.dtype)) for name, x in tensors.items()}
+    return TensorSource(path, infos, tensors.__getitem__)
+
+
 def _shards(directory: Path, index: str) -> list[Path]:
     """List the files that an index names, in order; all must exist."""
     weight_map = Fields.read(directory / index).fields("weight_map")

@@ -14,7 +14,7 @@ from specjax.checkpoints.checkpoint import Checkpoint
 from specjax.checkpoints.draft import open_draft, open_draft_model, open_mtp
 from specjax.checkpoints.target import TargetCheckpoint, fetch_headers, locate, open_target
 from specjax.checkpoints.tensors import TensorSource, open_directory
-from specjax.config import BlockConfig, DraftConfig, ModelConfig
+from specjax.config import FeatureConfig, ModelConfig
 from specjax.json_file import Fields, Size
 from specjax.speculative.block import DFLASH, DSPARK
 from specjax.speculative.eagle import EAGLE, EAGLE3
@@ -68,11 +68,11 @@ def _facts(
     config = opened.config
     yield "format", kind
     yield "algorithm", algorithm
-    if isinstance(config, BlockConfig):
-        yield "layout", config.layout
+    if layout := getattr(config, "layout", ""):
+        yield "layout", layout
     yield "layers", f"{config.num_layers} of width {config.hidden_size}"
     vocabulary = f"{config.vocab_size}, the target's" if does_fit else config.vocab_size
-    if isinstance(config, BlockConfig | DraftConfig):
+    if isinstance(config, FeatureConfig):
         layers = ", ".join(map(str, config.feature_layers)) or "the last, after the final norm"
         is_known = max(config.feature_layers, default=0) < _MANY_LAYERS // 4
         yield "target layers", layers if is_known else "follow from the target; pass --model"

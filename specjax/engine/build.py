@@ -11,11 +11,11 @@ from specjax.adaptive import (
     TierController,
 )
 from specjax.adaptive.cost import CONTEXTS
-from specjax.compiling.cache import CompileCache, open_compile_cache
+from specjax.compiling.cache import open_compile_cache
 from specjax.disaggregation.rows import KVTransfer
 from specjax.engine.args import EngineArgs
 from specjax.engine.plan import EnginePlan, plan_engine
-from specjax.engine.weights import is_same, load_weights
+from specjax.engine.weights import load_weights
 from specjax.runtime.runner import ModelRunner
 from specjax.runtime.runner_config import device_memory
 from specjax.runtime.timing import round_seconds
@@ -35,7 +35,7 @@ def build_engine(
     ``compile_on_use`` is set, each function is compiled at its first use.
     """
     plan = plan_engine(args)
-    if shared is not None and not is_same(shared[0].target, plan.target):
+    if shared is not None and not plan.target.has_weights_of(shared[0].target):
         other = shared[0].target
         raise ValueError(
             f"share_weights_with must be an engine with the model {plan.target.path}, dtype "
@@ -45,19 +45,24 @@ def build_engine(
     if args.load_format != "dummy":
         for checkpoint in (plan.target, *plan.drafts):
             checkpoint.check_weights()  # before compiling, which may take minutes
-    runner = ModelRunner(plan.networks, plan.config, open_cache(plan))
+    device = plan.networks.placement.device
+    cache = open_compile_cache(args.compile_cache_dir, *plan.cache_facts, devices=[device])
+    runner = ModelRunner(plan.networks, plan.config, cache)
     with ThreadPoolExecutor(1) as executor:
         loading = executor.submit(load_weights, plan, shared)
         tokenizer = None if args.skip_tokenizer_init else plan.target.load_tokenizer()
         if tokenizer is not None and tokenizer.chat_template is not None:
             start_renderer()
-        compile_all(args, runner, on_use=compile_on_use)
+        runner.compile(show_progress=args.shows_progress, on_use=compile_on_use)
+        if args.disaggregation_mode is not None:
+            gives = args.disaggregation_mode == "prefill"
+            KVTransfer(runner).compile(gives=gives, show_progress=args.shows_progress)
         try:
             runner.load(*loading.result())
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
-            total = device_memory(plan.networks.placement.device)
+            total = device_memory(device)
             raise ValueError(
                 f"{plan.needs.weight_bytes / 1e9:.2f} GB of weights and {plan.kv_bytes / 1e9:.2f} "
                 f"GB of KV do not fit into the free part of {total / 1e9:.2f} GB; stop other "
@@ -65,19 +70,6 @@ def build_engine(
                 "max_running_requests or context_length"
             ) from error
     return plan, runner, tokenizer
-
-
-def open_cache(plan: EnginePlan) -> CompileCache | None:
-    directory, device = plan.args.compile_cache_dir, plan.networks.placement.device
-    return open_compile_cache(directory, *plan.cache_facts, devices=[device])
-
-
-def compile_all(args: EngineArgs, runner: ModelRunner, **options: bool) -> None:
-    """Compile all functions that serving dispatches; ``options`` are of ``ModelRunner.compile``."""
-    runner.compile(show_progress=args.shows_progress, **options)
-    if args.disaggregation_mode is not None:
-        gives = args.disaggregation_mode == "prefill"
-        KVTransfer(runner).compile(gives=gives, show_progress=args.shows_progress)
 
 
 def make_controller(args: EngineArgs, runner: ModelRunner) -> TierController | None:

@@ -2,23 +2,20 @@
 
 import logging
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from specjax.checkpoints import TargetCheckpoint, open_target
 from specjax.checkpoints.checkpoint import Checkpoint
-from specjax.config import BlockConfig, ModelConfig, TransformerConfig
 from specjax.disaggregation.decode import TRANSIT_TOKENS
 from specjax.engine.args import EngineArgs
-from specjax.kernels.backend import WORD, takes_head_dim
-from specjax.kernels.invariant_attention import HEAD_DIMS, MAX_ROWS
+from specjax.kernels import deterministic as deterministic_kernels
+from specjax.kernels import kv_format
 from specjax.kv.holding import KVWrites
+from specjax.models import registry
 from specjax.models.flat import Networks
 from specjax.models.placement import Placement
-from specjax.models.registry import layer_kinds
 from specjax.runtime import runner_config as sizing
-from specjax.types import DraftShape
 
 logger = logging.getLogger(__name__)
 
@@ -26,18 +23,8 @@ logger = logging.getLogger(__name__)
 # device reports varies slightly between starts, as the driver's reserve does. Rounding it down to
 # this granule keeps the number of pages, and so the compiled functions, the same.
 MEMORY_GRANULE = 2**28
-# Prompt tokens per step if nothing decodes: 42,500 tokens/s (Llama-3.1-8B shape) instead of 39,400
-# in chunks of 2,048.
-IDLE_CHUNK = 8192
-# the same for models with windows and few slots
-LEAST_IDLE_CHUNK = 2048
-# Minimum compute capability of GPUs that convert 8-bit floats.
-LEAST_8BIT_CAPABILITY = 8.9
-# rows of the smallest tier that the budget policy also runs packed
-LEAST_PACKED_NODES = 5
-# On a GPU, packed rounds need weights of this size. Smaller models gain nothing, and confidences of
-# drafts cost them time: 0.3 of 1.4 ms with seven drafts and eight requests (SmolLM2-135M, H100).
-LEAST_PACKED_BYTES = 2**30
+# who may refuse a model or a device
+OWNERS = (deterministic_kernels.refusals, registry.refusals, kv_format.refusals)
 
 
 @dataclass(frozen=True)
@@ -67,7 +54,7 @@ class EnginePlan:
     def cache_facts(self) -> tuple[Any, ...]:
         """Values that compiled functions depend on, in addition to arguments and source code."""
         nets = self.networks
-        kinds = [layer_kinds(model) for model in nets.models]
+        kinds = [registry.layer_kinds(model) for model in nets.models]
         models = nets.target_config, nets.draft_config, kinds
         own = self.config.algorithm.cache_facts()
         device = f"{nets.placement.device.device_kind} {nets.placement.device.id}"
@@ -106,78 +93,12 @@ class EnginePlan:
         ]
 
 
-def packed_tiers(
-    args: EngineArgs, deepest: DraftShape, batch: int, networks: Networks
-) -> tuple[DraftShape, ...]:
-    """The packed tier of the budget policy: the deepest tier with 5/8 of its verified rows."""
-    is_budget = args.adaptive is not None and args.adaptive.policy == "budget"
-    is_possible = deepest.nodes >= LEAST_PACKED_NODES and batch > 1 and args.acceptance.is_coupled
-    is_large = networks.placement.on_cpu or networks.weight_bytes >= LEAST_PACKED_BYTES
-    if not (is_budget and is_possible and is_large):
-        return ()
-    return (deepest._replace(packed=5 * deepest.nodes // 8),)
-
-
-def check_deterministic(config: ModelConfig, placement: Placement) -> None:
-    """Raise ValueError if ``enable_deterministic_inference`` does not cover a model or device."""
-    reason = ""
-    if placement.on_cpu:
-        reason = "needs a GPU"
-    elif config.dtype != "bfloat16":
-        reason = f"needs dtype='bfloat16'; the model has {config.dtype}"
-    elif config.quantization is not None:
-        reason = f"does not support quantised matrices; the model has {config.quantization}"
-    elif config.head_dim not in HEAD_DIMS:
-        reason = f"needs a head dim of {' or '.join(map(str, HEAD_DIMS))}, not {config.head_dim}"
-    elif config.kv_cache_dtype != "auto" and not takes_head_dim(config.head_dim, WORD):
-        kind = config.kv_cache_dtype
-        least = f"needs a head dim of at least 32 with kv_cache_dtype={kind!r}"
-        reason = f"{least}, not {config.head_dim}"
-    elif config.num_heads > MAX_ROWS * config.num_kv_heads:
-        heads = f"num_heads={config.num_heads} and num_key_value_heads={config.num_kv_heads}"
-        reason = f"needs at most {MAX_ROWS} query heads per KV head, not {heads}"
-    elif config.hidden_size % 16 or config.intermediate_size % 16:
-        reason = (
-            f"needs multiples of 16 as hidden_size={config.hidden_size} and "
-            f"intermediate_size={config.intermediate_size}"
-        )
-    elif options := next(filter(None, (k.attention_options for k in layer_kinds(config))), None):
-        reason = f"does not support the attention options {sorted(options)} of the model's layers"
-    if reason:
-        raise ValueError(f"enable_deterministic_inference=True {reason}")
-
-
-def check_kv_dtype(kind: str, placement: Placement) -> None:
-    """Raise ValueError if kernels on a GPU cannot convert the values of a ``kv_cache_dtype``."""
-    found = getattr(placement.device, "compute_capability", LEAST_8BIT_CAPABILITY)
-    if kind != "auto" and float(found) < LEAST_8BIT_CAPABILITY:
-        raise ValueError(
-            f"kv_cache_dtype={kind!r} needs compute capability {LEAST_8BIT_CAPABILITY} or later; "
-            f"{placement.device.device_kind} has {found}"
-        )
-
-
-def quantised(drafts: Sequence[Any], args: EngineArgs) -> tuple[Any, ...]:
-    """Quantise the matrices of draft heads and models; all other drafts stay as they are.
-
-    Logs a warning for a draft that ``quantize_activations`` leaves as it is.
-    """
-
-    def quantise(draft: Any) -> Any:
-        if not isinstance(draft, Checkpoint):
-            return draft
-        own, rounds = draft.config.quantization, args.quantize_activations
-        kind = args.quantization if own is None else own.kind
-        is_whole = kind is None or isinstance(draft.config, BlockConfig)
-        if rounds and is_whole:
-            logger.warning("quantize_activations: the draft %s stays whole", draft.path)
-        elif rounds and own is not None and not own.permits_rounding:
-            text = "quantize_activations: %s: quantization_config (%s) does not permit it"
-            logger.warning(text, draft.path / "config.json", own)
-            rounds = False
-        return draft if is_whole else draft.quantised(kind, rounds_activations=rounds)
-
-    return tuple(map(quantise, drafts))
+def open_drafts(args: EngineArgs, target: TargetCheckpoint, draft: Any) -> tuple[Any, ...]:
+    """Open the checkpoints of the draft network, quantised as the arguments say."""
+    return tuple(
+        opened.quantised_draft(args.quantization, rounds_activations=args.quantize_activations)
+        for opened in args.algorithm.open_draft(args, target, draft)
+    )
 
 
 def plan_engine(args: EngineArgs) -> EnginePlan:
@@ -191,58 +112,38 @@ def plan_engine(args: EngineArgs) -> EnginePlan:
     target = open_target(args.model, dtype=dtype, revision=args.revision)
     if args.tokenizer is not None or args.chat_template is not None:
         target = target.with_tokenizer(args.tokenizer, args.chat_template)
-    drafts = quantised(args.algorithm.open_draft(args, target, args.draft), args)
+    drafts = open_drafts(args, target, args.draft)
     target = target.quantised(args.quantization, rounds_activations=args.quantize_activations)
-    if args.quantize_activations and target.config.quantization is None:
-        raise ValueError(
-            "quantize_activations=True needs quantised matrices; set quantization to 'fp8' or "
-            f"'int8', because those of {target.path} are whole"
-        )
     shapes = args.algorithm.fit_shapes(args, drafts[0].config if drafts else None)
     args.check_simulation(shapes)
     context_length = target.config.context_length(args.context_length)
-    if args.enable_deterministic_inference:
-        check_deterministic(target.config.within(context_length), placement)
-    check_kv_dtype(args.kv_cache_dtype, placement)
-    draft = drafts[0].config if drafts else None
-    if isinstance(draft, TransformerConfig):
-        draft = replace(draft.within(context_length), kv_cache_dtype=args.kv_cache_dtype)
-    if isinstance(draft, ModelConfig):
-        draft = replace(draft, kv_exponents=())
-    networks = args.algorithm.networks(
-        replace(
-            target.config.within(context_length),
-            kv_cache_dtype=args.kv_cache_dtype,
-            kv_exponents=(),  # of weights, not of functions
-        ),
-        draft,
-        deterministic=args.enable_deterministic_inference,
-        placement=placement,
-    )
-    for own in networks.configs:
-        if args.kv_cache_dtype != "auto" and not takes_head_dim(own.head_dim, WORD) and not on_cpu:
-            logger.warning(
-                "with kv_cache_dtype=%r and head_dim=%d, every round reads the KV of the whole "
-                "context length; kernels take heads of 32 to 256 dims, in steps of 32",
-                args.kv_cache_dtype,
-                own.head_dim,
-            )
+    served = [
+        checkpoint.config.served(context_length, args.kv_cache_dtype)
+        for checkpoint in (target, *drafts)
+    ]
+    deterministic, device = args.enable_deterministic_inference, placement.device
+    for refusals in OWNERS:
+        for reason in refusals(served[0], device, deterministic=deterministic):
+            raise ValueError(reason)
+    networks = args.algorithm.networks(*served, deterministic=deterministic, placement=placement)
+    for text in (x for model in networks.configs for x in kv_format.warnings(model, device)):
+        logger.warning(text)
     splits = args.disaggregation_mode is None  # KV is sent from a single pool
     slots = args.max_running_requests or (4 if on_cpu else 32)
-    chunk = args.chunked_prefill_size or (sizing.DEFAULT_CHUNK_CPU if on_cpu else IDLE_CHUNK)
-    if on_cpu:
-        most = min(chunk, context_length)
-    else:
-        idle, windows = IDLE_CHUNK, networks.target_config.windows
-        # a prefill needs window pages for its tokens: no more than a quarter
-        if windows and splits:
-            idle = min(idle, max(LEAST_IDLE_CHUNK, slots * max(windows) // 4))
-        most = min(max(args.chunked_prefill_size or 0, idle), context_length * slots)
+    mixed, most = sizing.prefill_tokens(
+        args.chunked_prefill_size,
+        context_length,
+        slots,
+        max(networks.target_config.windows, default=0) if splits else 0,
+        on_cpu=on_cpu,
+    )
     smallest = sizing.smallest_bucket(
         on_gpu=not on_cpu, drafts=shapes[-1].steps > 0, weight_bytes=networks.weight_bytes
     )
     buckets = sizing.batch_buckets(args.batch_buckets, slots, smallest)
-    shapes += packed_tiers(args, shapes[-1], buckets[-1], networks)
+    if args.adaptive is not None and args.acceptance.is_coupled:
+        weight_bytes = None if on_cpu else networks.weight_bytes
+        shapes += args.adaptive.packed_tiers(shapes[-1], buckets[-1], weight_bytes)
     longest = context_length + KVWrites.of(shapes, args.rounds_per_dispatch).tail
     config = sizing.RunnerConfig(
         algorithm=args.algorithm,
@@ -254,14 +155,14 @@ def plan_engine(args: EngineArgs) -> EnginePlan:
         # a prefill engine runs no rounds
         batch_buckets=() if args.disaggregation_mode == "prefill" else buckets,
         prefill_buckets=sizing.prefill_buckets(most, on_cpu=on_cpu),
-        mixed_prefill_tokens=min(chunk, most),
+        mixed_prefill_tokens=mixed,
         processed_logprobs=args.logprobs_mode == "processed",
         rounds_per_dispatch=args.rounds_per_dispatch,
         simulate_accept_length=args.simulate_accept_length,
         simulates_acceptance=args.simulate_acceptance is not None,
         acceptance=args.acceptance,
         reads_confidence=any(shape.packed for shape in shapes),
-        deterministic=args.enable_deterministic_inference,
+        deterministic=deterministic,
         has_grammars=args.grammar_backend is not None,
     )
     memory = sizing.device_memory(placement.device) // MEMORY_GRANULE * MEMORY_GRANULE

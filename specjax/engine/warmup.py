@@ -6,9 +6,10 @@ from typing import Any
 
 import jax
 
+from specjax.compiling.cache import open_compile_cache
 from specjax.compiling.pool import CompiledFunction
+from specjax.disaggregation.rows import KVTransfer
 from specjax.engine.args import EngineArgs
-from specjax.engine.build import compile_all, open_cache
 from specjax.engine.plan import plan_engine
 from specjax.runtime.runner import ModelRunner
 
@@ -72,19 +73,23 @@ def warm_up(args: EngineArgs, *, stages: bool = False) -> WarmUp:
     """
     started = time.perf_counter()
     plan = plan_engine(args)
-    cache = open_cache(plan)
+    device = plan.networks.placement.device
+    cache = open_compile_cache(args.compile_cache_dir, *plan.cache_facts, devices=[device])
     if cache is None:
         raise ValueError(
             "compiled functions cannot be stored in "
             f"compile_cache_dir={args.compile_cache_dir!r}; pass a folder that you own"
         )
     runner = ModelRunner(plan.networks, plan.config, cache)
-    compile_all(args, runner, stages=stages)
+    runner.compile(show_progress=args.shows_progress, stages=stages)
+    if args.disaggregation_mode is not None:
+        gives = args.disaggregation_mode == "prefill"
+        KVTransfer(runner).compile(gives=gives, show_progress=args.shows_progress)
     return WarmUp(
         folder=str(cache.path),
         functions=tuple(runner.compiled.report),
         seconds=time.perf_counter() - started,
         weight_bytes=plan.needs.weight_bytes,
         kv_bytes=plan.kv_bytes,
-        device=plan.networks.placement.device.device_kind,
+        device=device.device_kind,
     )

@@ -13,24 +13,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.checkpoints import open_target
-from specjax.checkpoints.block import BlockCheckpoint
 from specjax.checkpoints.checkpoint import Checkpoint
 from specjax.checkpoints.quantization import quantised_source
-from specjax.checkpoints.tensors import FLOATS, TensorInfo, TensorSource, cast, make_weight
-from specjax.engine.plan import EnginePlan, quantised
+from specjax.checkpoints.tensors import FLOATS, cast, in_memory, make_weight
+from specjax.engine.plan import EnginePlan, open_drafts
 from specjax.models.declare import Recipe
 from specjax.models.flat import Weights
 from specjax.runtime.runner import ModelRunner
 
 # Weights of target and draft by the engine's names, to replace those in use; others stay.
 NewWeights = tuple[Mapping[str, Any], Mapping[str, Any]]
-
-
-def is_same(checkpoint: Checkpoint[Any], other: Checkpoint[Any]) -> bool:
-    """Whether two checkpoints give the same weights."""
-    exponents = [getattr(x.config, "kv_exponents", ()) for x in (checkpoint, other)]
-    is_equal = checkpoint.config == other.config and exponents[0] == exponents[1]
-    return is_equal and checkpoint.path.resolve() == other.path.resolve()
+NAMED = Path("named_tensors")  # in messages, the file of tensors from memory
 
 
 def load_weights(
@@ -47,7 +40,8 @@ def load_weights(
             base, runner = shared
             is_here = base.networks.placement == place
             target, draft = runner.weights if is_here else place.put_weights(runner.weights)
-            if len(plan.drafts) == len(base.drafts) and all(map(is_same, plan.drafts, base.drafts)):
+            pairs = zip(plan.drafts, base.drafts, strict=False)
+            if len(plan.drafts) == len(base.drafts) and all(a.has_weights_of(b) for a, b in pairs):
                 return target, draft
         elif is_dummy:
             target = place.put_weights(nets.target.random(0))
@@ -58,8 +52,7 @@ def load_weights(
             return target, place.put_weights(nets.draft.random(1))
     named = {name: w for draft in plan.drafts for name, w in draft.load_weights().items()}
     for checkpoint in plan.drafts:
-        if isinstance(checkpoint, BlockCheckpoint):
-            checkpoint.compare_copies(dict(zip(nets.target.names, target, strict=True)))
+        checkpoint.compare_copies(dict(zip(nets.target.names, target, strict=True)))
     draft = place.put_weights(nets.draft.order(named))
     loaded = [(checkpoint, nets.draft, draft) for checkpoint in plan.drafts]
     if shared is None:
@@ -85,19 +78,12 @@ def weights_from_disk(
     if draft_path is not None:
         if not drafts:
             raise ValueError(f"draft_path={draft_path!r}, but the engine has no draft network")
-        disk_drafts = plan.args.algorithm.open_draft(plan.args, target, draft_path)
-        drafts = quantised(disk_drafts, plan.args)
+        drafts = open_drafts(plan.args, target, draft_path)
         _check_same_config(drafts[0], plan.drafts[0])
         new_draft = drafts[0].load_weights()
     if model_path is not None:
         new_target = target.load_weights()
     return replace(plan, target=target, drafts=drafts), (new_target, new_draft)
-
-
-def _in_memory(tensors: Mapping[str, np.ndarray]) -> TensorSource:
-    path = Path("named_tensors")
-    infos = {name: TensorInfo(x.shape, path, str(x.dtype)) for name, x in tensors.items()}
-    return TensorSource(path, infos, tensors.__getitem__)
 
 
 def weights_from_tensors(
@@ -119,8 +105,8 @@ def weights_from_tensors(
     except TypeError as error:
         raise ValueError(f"named_tensors={named_tensors!r} must map names to arrays") from error
     abstract = dict(zip(flat.names, flat.abstract, strict=True))
-    dtype, format = owner.config.dtypes.activations, owner.config.quantization
     recipes = owner.recipes
+    dtype, format = owner.config.dtypes.activations, owner.config.quantization
     matrices = {x.name for recipe in recipes.values() if recipe.layout for x in recipe.parts}
 
     def dtype_of(name: str, value: Any) -> Any:
@@ -143,7 +129,7 @@ def weights_from_tensors(
     tensors = {owner.canonical_name(name): tensors[name] for name in tensors}
     used_names = set[str]()
     if format is not None:
-        source = _in_memory(jax.tree.map(np.asarray, tensors))
+        source = in_memory(jax.tree.map(np.asarray, tensors), NAMED)
         source = quantised_source(source, recipes, format, signed=True)
         tensors = {name: source.read(name) for name in source.infos}
     for name, recipe in recipes.items():
@@ -181,7 +167,7 @@ def weights_from_tensors(
     for name, weight in weights.items():
         _check_fits(f"weight {name!r}", weight, abstract[name].shape, abstract[name].dtype)
     integers = {name: x for name, x in weights.items() if jnp.issubdtype(x.dtype, jnp.integer)}
-    owner.check_values(_in_memory({name: np.asarray(x) for name, x in integers.items()}))
+    owner.check_values(in_memory({name: np.asarray(x) for name, x in integers.items()}, NAMED))
     return ({}, weights) if draft else (weights, {})
 
 
@@ -280,5 +266,4 @@ def _from_parts(recipe: Recipe, dtype: Any, tensors: dict[str, Any]) -> np.ndarr
         if jnp.issubdtype(dtype, jnp.floating) and str(arrays[stored.name].dtype) in FLOATS:
             arrays[stored.name] = cast(arrays[stored.name], dtype)  # scales may be in another dtype
         _check_fits(f"tensor {stored.name!r}", arrays[stored.name], stored.shape, dtype)
-    source = _in_memory(arrays)
-    return make_weight(recipe, source, np.dtype(dtype))
+    return make_weight(recipe, in_memory(arrays, NAMED), np.dtype(dtype))

@@ -1,6 +1,9 @@
 """The model families by ``model_type``. To add one, write a file and add a line here."""
 
+from collections.abc import Iterator
 from dataclasses import replace
+
+import jax
 
 from specjax.checks import refused
 from specjax.config import ModelConfig
@@ -63,6 +66,16 @@ def family_of(config: ModelConfig) -> Family:
     if config.model_type not in FAMILIES:
         raise refused("model_type", config.model_type, refusal(config.model_type))
     return FAMILIES[config.model_type]
+
+
+def refusals(config: ModelConfig, device: jax.Device, *, deterministic: bool) -> Iterator[str]:
+    """Why the layers of a model cannot run on a device."""
+    for options in (kind.attention_options for kind in layer_kinds(config) if deterministic):
+        if options:
+            yield (
+                "enable_deterministic_inference=True does not support the attention options "
+                f"{sorted(options)} of the model's layers"
+            )
 
 
 def layer_kinds(config: ModelConfig, implementation: str | None = None) -> tuple[LayerKind, ...]:

@@ -367,6 +367,28 @@ LEAST_PREFILL, LEAST_PREFILL_CPU = 128, 32
 # maximum prompt tokens per step on a CPU
 DEFAULT_CHUNK_CPU = 512
 
+# Prompt tokens per step if nothing decodes: 42,500 tokens/s (Llama-3.1-8B shape) instead of 39,400
+# in chunks of 2,048.
+IDLE_CHUNK = 8192
+# the same for models with windows and few slots
+LEAST_IDLE_CHUNK = 2048
+
+
+def prefill_tokens(
+    chunk: int | None, context: int, slots: int, window: int, *, on_cpu: bool
+) -> tuple[int, int]:
+    """Maximum prompt tokens in a step that also runs a round, and in one that does not.
+
+    ``chunk`` is the maximum that the user set. ``window`` is the largest window of layers with
+    their own pool, or 0: a prefill needs pages of that pool for its tokens, at most a quarter.
+    """
+    if on_cpu:
+        most = min(chunk or DEFAULT_CHUNK_CPU, context)
+        return most, most
+    idle = min(IDLE_CHUNK, max(LEAST_IDLE_CHUNK, slots * window // 4)) if window else IDLE_CHUNK
+    most = min(max(chunk or 0, idle), context * slots)
+    return min(chunk or IDLE_CHUNK, most), most
+
 
 def smallest_bucket(*, on_gpu: bool, drafts: bool, weight_bytes: int) -> int:
     """Number of rows to which a batch of one is padded."""

@@ -157,7 +157,7 @@ class InFlight:
         if NO_DRAFTS in config.shapes and not drafting:
             tier = NO_DRAFTS
         if controller is not None and tier is not None and tier.packed:
-            if (estimate := controller.calibration(requests)) is not None:
+            if (estimate := controller.policy.calibration(requests)) is not None:
                 self._runner.set_calibration(*estimate, [row.slot for row in drafting])
         return tier
 

@@ -5,7 +5,7 @@ device, so a round needs nothing from the host and can be dispatched early.
 """
 
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -14,7 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from specjax.checkpoints.checkpoint import Checkpoint
 from specjax.checkpoints.target import TargetCheckpoint
+from specjax.checkpoints.tensors import in_memory
 from specjax.checks import is_integer
 from specjax.config import MAX_NODES
 from specjax.json_file import read_json_lines
@@ -42,15 +44,16 @@ class CorpusConfig:
     num_places: int  # P, number of positions that are followed by a token
     window: int  # number of tokens by which positions are sorted
 
+    def served(self, length: int, kv_cache_dtype: str) -> "CorpusConfig":
+        return self
+
 
 @dataclass(frozen=True)
-class Corpus:
-    """A corpus read from a file and sorted for search; used instead of a draft checkpoint."""
+class Corpus(Checkpoint[Any]):
+    """A corpus read from a file and sorted for search: ``tokens`` i32 [N] and ``order`` i32 [P]."""
 
-    path: Path
-    config: CorpusConfig
-    tokens: np.ndarray  # i32 [N]
-    order: np.ndarray  # i32 [P]
+    def quantised_draft(self, kind: str | None, *, rounds_activations: bool = False) -> "Corpus":
+        return self
 
     def describe(self) -> str:
         return f"corpus {self.path}: {self.config.num_places:,} tokens"
@@ -59,12 +62,10 @@ class Corpus:
         """Nothing to check: the corpus is already in memory."""
 
     def load_weights(self) -> dict[str, np.ndarray]:
-        return {"tokens": self.tokens, "order": self.order}
+        source = self._open_source()
+        return {name: source.read(name) for name in source.infos}
 
-    def canonical_name(self, name: str) -> str:
-        return name
-
-    @property
+    @cached_property
     def recipes(self) -> Recipes:
         raise ValueError(
             f"named_tensors cannot replace the corpus {self.path}; write another file, and "
@@ -99,7 +100,8 @@ def open_corpus(
     except ValueError as error:
         knob = f"speculative_ngram_external_corpus_path={str(path)!r}"
         raise ValueError(f"{knob}: {error}") from error
-    return Corpus(Path(path), CorpusConfig(len(tokens), len(order), window), tokens, order)
+    source = in_memory({"tokens": tokens, "order": order}, Path(path))
+    return Corpus(CorpusConfig(len(tokens), len(order), window), source.path, lambda: source)
 
 
 def _token_ids(document: Any, tokenizer: Any, vocab_size: int) -> list[int]:

@@ -138,7 +138,7 @@ def run(args: argparse.Namespace) -> None:
             pack(x, config.row_length, args.seed, config.join) for x in (training, held)
         )
         arguments = config, draft.within(longest), flat, weights, vocabulary
-        if isinstance(draft, BlockConfig):
+        if args.algorithm != "EAGLE3":
             sample = PackedBatch(*(x[:2] for x in rows))
             scale = feature_scale(flat, weights, draft.feature_layers, sample)
             trainer: Trainer = BlockTrainer(*arguments, scale)

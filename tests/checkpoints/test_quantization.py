@@ -23,7 +23,7 @@ from specjax.checkpoints.tensors import open_directory
 from specjax.config import ModelConfig, Quantization
 from specjax.engine.args import EngineArgs
 from specjax.engine.plan import plan_engine
-from specjax.engine.weights import is_same, weights_from_tensors
+from specjax.engine.weights import weights_from_tensors
 from specjax.models.decoder import CausalLM
 from specjax.models.flat import FlatModel
 from specjax.testing import Files
@@ -266,7 +266,8 @@ def test_scales_of_keys_and_values(files: Files, tmp_path: Path, name: str) -> N
     both = {"model.layers.0.self_attn.kv_scale": np.float32(0.5)}  # the largest counts
     write(stored / "model.safetensors", tensors | both)
     assert open_target(stored, dtype="float32").config.kv_exponents == ((-1, 3), (-3, 0))
-    assert not is_same(target, replace(target, config=plain.config))
+    assert target.has_weights_of(target)
+    assert not target.has_weights_of(replace(target, config=plain.config))
     for wrong in (np.nan, 0.0, -1.0, 1e30):
         tensors["model.layers.0.self_attn.k_scale"] = np.float32([1.0, wrong])
         write(stored / "model.safetensors", tensors)

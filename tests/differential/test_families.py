@@ -92,7 +92,7 @@ def few_window_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(window_pages, "SPARE", 0.0)
     # of a prefill on a GPU, as small as on a CPU
     for name in ("IDLE_CHUNK", "LEAST_IDLE_CHUNK"):
-        monkeypatch.setattr(plan, name, 12)
+        monkeypatch.setattr(plan.sizing, name, 12)
 
 
 @pytest.mark.slow

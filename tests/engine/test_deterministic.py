@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -14,9 +15,8 @@ from specjax.checkpoints.presets import LLAMA31_8B
 from specjax.config import ModelConfig
 from specjax.disaggregation.rows import check_facts
 from specjax.engine.args import EngineArgs
-from specjax.engine.plan import check_deterministic
+from specjax.engine.plan import OWNERS
 from specjax.engine.requests import DEFAULT_SEED
-from specjax.models.placement import Placement
 from specjax.runtime.runner import ModelRunner
 from specjax.testing import Files
 from specjax.types import NO_DRAFTS, DraftShape
@@ -27,10 +27,6 @@ from ..model_files import write_model
 
 ON = {"enable_deterministic_inference": True}
 CHAIN, TREE = DraftShape.chain(2), DraftShape(steps=2, topk=2, nodes=6)
-
-
-class Gpu(Placement):
-    on_cpu = False
 
 
 def test_a_cpu_is_refused(files: Files) -> None:
@@ -55,10 +51,16 @@ def test_a_cpu_is_refused(files: Files) -> None:
     ],
 )
 def test_models_that_it_does_not_cover_are_refused(changes: dict[str, Any], reason: str) -> None:
-    place = Gpu(jax.devices()[0])
-    check_deterministic(LLAMA31_8B, place)
-    with pytest.raises(ValueError, match=reason):
-        check_deterministic(replace(LLAMA31_8B, **changes), place)
+    gpu: Any = SimpleNamespace(platform="gpu")
+
+    def reasons(model: ModelConfig, is_asked: bool) -> list[str]:
+        return [x for owner in OWNERS for x in owner(model, gpu, deterministic=is_asked)]
+
+    model = replace(LLAMA31_8B, **changes)
+    assert reasons(LLAMA31_8B, True) == reasons(model, False) == []
+    (refusal,) = reasons(model, True)
+    assert refusal.startswith("enable_deterministic_inference=True")
+    assert reason in refusal
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Keys and values of 8-bit floats."""
 
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -8,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from specjax.kernels import kv_format
 from specjax.kernels.backend import WORD
 from specjax.kernels.kv_rows import gather_rows, move_kv, scatter_rows
 from specjax.kernels.prefill_attention import prefill_attention
@@ -15,8 +17,9 @@ from specjax.kernels.rope_store import rope_store
 from specjax.kernels.tree_attention import tree_attention
 
 from specjax import SamplingParams
+from specjax.checkpoints.presets import LLAMA31_8B
 from specjax.engine.args import EngineArgs
-from specjax.engine.plan import check_kv_dtype, plan_engine
+from specjax.engine.plan import plan_engine
 from specjax.testing import Files
 
 from ..kernels.lowering import TRITON_CALL, lower_for_cuda
@@ -53,14 +56,21 @@ def test_refusals() -> None:
     with pytest.raises(ValueError, match=wrong):
         EngineArgs(kv_cache_dtype="fp8_e5m2")
     for capability, is_refused in (("8.0", True), ("8.9", False), ("10.0", False)):
-        device = SimpleNamespace(compute_capability=capability, device_kind="a GPU")
-        place: Any = SimpleNamespace(device=device)
-        check_kv_dtype("auto", place)
-        if is_refused:
-            with pytest.raises(ValueError, match=r"needs compute capability 8\.9 or .* has 8\.0"):
-                check_kv_dtype("fp8_e4m3", place)
-        else:
-            check_kv_dtype("fp8_e4m3", place)
+        device: Any = SimpleNamespace(compute_capability=capability, device_kind="a GPU")
+        model = replace(LLAMA31_8B, kv_cache_dtype="fp8_e4m3")
+        assert [*kv_format.refusals(LLAMA31_8B, device, deterministic=False)] == []
+        reasons = [*kv_format.refusals(model, device, deterministic=True)]
+        assert len(reasons) == is_refused
+        assert all(text in reasons[0] for text in ("'fp8_e4m3'", "8.9", "8.0") if is_refused)
+
+
+def test_narrow_heads_on_a_gpu_are_named() -> None:
+    gpu: Any = SimpleNamespace(platform="gpu")
+    for dim, is_slow in ((48, True), (64, False), (256, False)):
+        model = replace(LLAMA31_8B, head_dim=dim, kv_cache_dtype="fp8_e4m3")
+        assert len([*kv_format.warnings(model, gpu)]) == is_slow
+        assert not [*kv_format.warnings(replace(model, kv_cache_dtype="auto"), gpu)]
+        assert not [*kv_format.warnings(model, jax.devices()[0])]
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ from specjax.checkpoints.quantization import quantise, to_e4m3
 from specjax.config import Quantization
 from specjax.disaggregation.rows import fingerprint
 from specjax.engine.args import EngineArgs
-from specjax.engine.plan import plan_engine, quantised
+from specjax.engine.plan import plan_engine
 from specjax.engine.weights import weights_from_tensors
 from specjax.models.placement import Placement
 from specjax.models.weights import (
@@ -209,6 +209,8 @@ def test_a_corpus_stays_as_it_is(files: Files, tmp_path: Path) -> None:
     plan = plan_engine(EngineArgs(**files.arguments(speculative=False, **options)))
     (corpus,) = plan.drafts
     assert corpus.config.num_tokens >= 18
+    with pytest.raises(ValueError, match="named_tensors cannot replace the corpus"):
+        weights_from_tensors(plan, {"order": np.zeros(1)}, draft=True)
     assert plan.target.config.quantization == Quantization("int8")
 
 
@@ -232,15 +234,15 @@ def test_refusals(files: Files) -> None:
     ],
 )
 def test_drafts_whose_activations_stay_are_named(own, kind, message, caplog) -> None:
-    args = EngineArgs(quantization=kind, quantize_activations=True)
     config = replace(HEAD, quantization=own)
-    (draft,) = quantised([DraftCheckpoint(config, Path("folder"), lambda: None)], args)
+    draft = DraftCheckpoint(config, Path("folder"), lambda: None)
+    draft = draft.quantised_draft(kind, rounds_activations=True)
     rounds = draft.config.quantization is not None and draft.config.quantization.rounds_activations
     assert rounds == (not message)
     assert len(caplog.records) == bool(message)
     assert message in caplog.text
     caplog.clear()
-    quantised([draft], replace(args, quantize_activations=False))
+    draft.quantised_draft(kind)
     assert not caplog.records
 
 

@@ -231,8 +231,10 @@ def test_a_corpus_is_read(tmp_path):
     path = tmp_path / "corpus.jsonl"
     path.write_text("[7, 8, 7]\n\n[]\n[8]\n")
     corpus = open_corpus(path, None, vocab_size=61, max_tokens=4, window=2)
-    assert corpus.tokens.tolist() == [-1, 7, 8, 7, -1, 8, -1]
-    assert corpus.order.tolist() == [1, 2]
+    weights = corpus.load_weights()
+    assert weights["tokens"].tolist() == [-1, 7, 8, 7, -1, 8, -1]
+    assert weights["order"].tolist() == [1, 2]
+    assert corpus.quantised_draft("int8", rounds_activations=True) is corpus
     assert corpus.config.num_places == 2
 
 
@@ -246,4 +248,4 @@ def test_the_texts_of_a_corpus_are_made_of_tokens(tmp_path):
             return [60] * add_special_tokens + [ord(letter) % 50 for letter in text]
 
     corpus = open_corpus(path, Letters(), vocab_size=61, max_tokens=9, window=2)
-    assert corpus.tokens.tolist() == [-1, 47, 48, 0x2028 % 50, -1]
+    assert corpus.load_weights()["tokens"].tolist() == [-1, 47, 48, 0x2028 % 50, -1]
