@@ -111,7 +111,7 @@ def summarize(answers: Sequence[Answer]) -> dict[str, Any]:
     """Compute the metrics of a set of answers; averages are 0 if nothing was verified."""
     metas = [answer.meta_info for answer in answers]
     drafts = {name: value or 0 for name, value in common.acceptance(metas).items()}
-    logprobs = [one for meta in metas for one, *_ in meta.get("output_token_logprobs", ())]
+    logprobs = [value for meta in metas for value, *_ in meta.get("output_token_logprobs", ())]
     return drafts | {
         "logprob": statistics.fmean(logprobs) if logprobs else None,
         "requests": len(answers),
@@ -173,9 +173,9 @@ def main(name: str, argv: Sequence[str]) -> int:
         watches = {"speculative": Stopwatch(engine), "plain": Stopwatch(plain)}
         total = sum(len(prompt["turns"]) for prompt in prompts)
         bar = stack.enter_context(tqdm(total=total, unit="request", disable=None, file=sys.stderr))
-        asked = {"sampling_params": sampling, "return_logprob": bool(args.context)}
+        request = {"sampling_params": sampling, "return_logprob": bool(args.context)}
         contexts = contexts_of(engine.tokenizer, args.context, args.context_before)
-        for batch in evaluate(watches, prompts, contexts, asked, args.batch_size):
+        for batch in evaluate(watches, prompts, contexts, request, args.batch_size):
             answers += batch
             length = f"accept length {summarize(answers)['accept_length']:.2f}"
             bar.set_description(length)
@@ -184,7 +184,7 @@ def main(name: str, argv: Sequence[str]) -> int:
                 print(f"{len(answers)} of {total} requests, {length}", file=sys.stderr)
         settings = common.settings_of(engine.get_server_info()) | sampling
     categories = {
-        name: summarize([one for one in answers if one.category == name])
+        name: summarize([answer for answer in answers if answer.category == name])
         for name in dict.fromkeys(answer.category for answer in answers)
     }
     overall = summarize(answers)

@@ -39,13 +39,13 @@ SIZES = (
 ).split()
 
 
-def list_of(kind: Callable[[str], Any], known: Collection[str] = ()) -> Callable[[str], list[Any]]:
-    """Return a parser of comma-separated values; all must be in ``known`` if it is not empty."""
+def list_of(kind: Callable[[str], Any], names: Collection[str] = ()) -> Callable[[str], list[Any]]:
+    """Return a parser of comma-separated values; all must be in ``names`` if it is not empty."""
 
     def read(text: str) -> list[Any]:
-        values = [kind(part) for part in text.split(",")]
-        if known and (unknown := set(values) - set(known)):
-            raise argparse.ArgumentTypeError(f"unknown {sorted(unknown)}; choose from {[*known]}")
+        values = [kind(word) for word in text.split(",")]
+        if names and (unknown := set(values) - set(names)):
+            raise argparse.ArgumentTypeError(f"unknown {sorted(unknown)}; choose from {[*names]}")
         return values
 
     return read
@@ -57,8 +57,8 @@ def pairs_of(option: str, text: str) -> tuple[str, dict[str, Any]]:
     name = words.pop(0) if words and "=" not in words[0] else ""
     values: dict[str, Any] = {}
     for word in words:
-        key, found, value = word.partition("=")
-        if not found:
+        key, equals, value = word.partition("=")
+        if not equals:
             raise ValueError(f"{option} {text!r}: {word!r} must have the form NAME=VALUE")
         try:
             values[key] = json.loads(value)
@@ -67,15 +67,15 @@ def pairs_of(option: str, text: str) -> tuple[str, dict[str, Any]]:
     return name, values
 
 
-def engine_parser(name: str, doc: str, more: Collection[str]) -> argparse.ArgumentParser:
-    """Create a parser with engine options, including ``more``; omitted options stay unset."""
+def engine_parser(name: str, doc: str, options: Collection[str]) -> argparse.ArgumentParser:
+    """Create a parser with engine options, including ``options``; omitted options stay unset."""
     parser = argparse.ArgumentParser(
         prog=f"specjax bench {name}",
         description=doc.splitlines()[0],
         argument_default=argparse.SUPPRESS,
     )
     add_engine_options(parser)
-    add_options(parser.add_argument_group("more engine options"), EngineArgs, more)
+    add_options(parser.add_argument_group("more engine options"), EngineArgs, options)
     parser.set_defaults(speculative_algorithm=DEFAULT)
     return parser
 
@@ -107,12 +107,12 @@ def phases_of(prompts: str, tokenizer: Tokenizer, count: int) -> dict[str, list[
     else:
         rows, kinds = read_lines(Path(prompts)), [Path(prompts).stem]
     phases: dict[str, list[list[int]]] = {}
-    seen: Counter[str] = Counter()
+    turn: Counter[str] = Counter()
     for kind in kinds:
-        own = [row for row in rows if prompts not in WORKLOADS or row["category"] == kind]
-        chosen = [own[i % len(own)] for i in range(seen[kind] * count, (seen[kind] + 1) * count)]
-        seen[kind] += 1
-        name = f"{kind}_{seen[kind]}" if len(kinds) > 1 else kind
+        pool = [row for row in rows if prompts not in WORKLOADS or row["category"] == kind]
+        chosen = [pool[i % len(pool)] for i in range(turn[kind] * count, (turn[kind] + 1) * count)]
+        turn[kind] += 1
+        name = f"{kind}_{turn[kind]}" if len(kinds) > 1 else kind
         phases[name] = [tokens_of(row, tokenizer) for row in chosen]
     return phases
 
@@ -217,7 +217,7 @@ def copy_bandwidth() -> float:
 @contextmanager
 def serve(options: Mapping[str, Any], gpu: str | None) -> Iterator[str]:
     """Run ``specjax serve`` with these engine arguments; yield its address when it is ready."""
-    own = {} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu}
+    variables = {} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu}
     command = [sys.executable, "-m", "specjax", "serve", "--port", "0"]
     for name, value in options.items():
         flag = name.replace("_", "-")
@@ -227,12 +227,12 @@ def serve(options: Mapping[str, Any], gpu: str | None) -> Iterator[str]:
             text = ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
             command += [f"--{flag}", "none" if value is None else text]
     pipes: Any = {"stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, env=os.environ | own, **pipes) as process:
+    with subprocess.Popen(command, env=os.environ | variables, **pipes) as process:
         try:
-            found = re.search(r"http://\S+", process.stdout.readline())
-            if found is None:
+            match = re.search(r"http://\S+", process.stdout.readline())
+            if match is None:
                 status = process.wait()
                 raise ValueError(f"specjax serve exited with status {status}; see its output above")
-            yield found[0]
+            yield match[0]
         finally:
             process.terminate()

@@ -105,20 +105,20 @@ def parse_arguments(name: str, argv: Sequence[str]) -> argparse.Namespace:
     return args
 
 
-def options_of(case: str, given: Mapping[str, Any]) -> dict[str, Any]:
+def options_of(case: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """Merge the engine arguments of the command line with those of a case."""
     name, values = common.pairs_of("--case", case)
-    own = {SHORT.get(key, key): value for key, value in values.items()}
-    policy = own.pop("policy", None)
+    extra = {SHORT.get(key, key): value for key, value in values.items()}
+    policy = extra.pop("policy", None)
     # drafting options of the command line apply only to cases without an algorithm
     left_out = DRAFTING if name else ADAPTIVE
-    base = {key: value for key, value in given.items() if not key.startswith(left_out)}
+    base = {key: value for key, value in options.items() if not key.startswith(left_out)}
     if name:
         base["speculative_algorithm"] = registry.PLAIN if name == PLAIN else name
     if policy is not None:
-        config = read_json(Path(given[CONFIG]), is_strict=True) if CONFIG in given else {}
+        config = read_json(Path(options[CONFIG]), is_strict=True) if CONFIG in options else {}
         base |= {ADAPTIVE: True, CONFIG: config | {"policy": policy}}
-    return base | own
+    return base | extra
 
 
 def answer(
@@ -139,10 +139,10 @@ def measure(
     """Run all phases with all cases; return the runs of each repeat by case."""
     cases = list(engines)
     runs: dict[str, list[list[PhaseRun]]] = {case: [] for case in cases}
-    first = [prompt for phase in phases.values() for prompt in phase[: args.warmup]]
-    for engine in engines.values() if first else ():
-        answer(args, engine, first[:1], temperature)
-        answer(args, engine, first, temperature)
+    warm = [prompt for phase in phases.values() for prompt in phase[: args.warmup]]
+    for engine in engines.values() if warm else ():
+        answer(args, engine, warm[:1], temperature)
+        answer(args, engine, warm, temperature)
     with tqdm(
         total=args.repeats * len(phases) * len(cases), unit="run", disable=None, file=sys.stderr
     ) as bar:
@@ -211,9 +211,9 @@ def rows_of(
     args: argparse.Namespace, engines: Mapping[str, Any], phases: Phases, truths: dict[Any, Any]
 ) -> Iterator[dict[str, Any]]:
     """Yield the rows of one batch size: one per temperature, phase (or overall) and case."""
-    parts = {name: slice(i, i + 1) for i, name in enumerate(phases)}
-    parts |= {"overall": slice(None)} if len(phases) > 1 else {}
-    settings = {case: common.settings_of(one.get_server_info()) for case, one in engines.items()}
+    spans = {name: slice(i, i + 1) for i, name in enumerate(phases)}
+    spans |= {"overall": slice(None)} if len(phases) > 1 else {}
+    settings = {case: common.settings_of(x.get_server_info()) for case, x in engines.items()}
     for temperature in args.temperatures:
         runs = measure(args, engines, phases, temperature)
         states = {
@@ -221,33 +221,33 @@ def rows_of(
             for case, engine in engines.items()
             if (state := engine.get_server_info()["internal_states"][0].get("adaptive"))
         }
-        for name, part in parts.items():
-            truth = truths.setdefault((temperature, name), ids_of(runs[PLAIN][0][part]))
-            rows = {case: metrics([run[part] for run in one], truth) for case, one in runs.items()}
+        for name, span in spans.items():
+            truth = truths.setdefault((temperature, name), ids_of(runs[PLAIN][0][span]))
+            rows = {case: metrics([run[span] for run in x], truth) for case, x in runs.items()}
             add_ratios(rows, list(states))
             for case, row in rows.items():
-                own = {"case": case, "prompts": name, "temperature": temperature}
-                own |= {"batch": settings[case]["max_running_requests"]}
-                yield own | row | settings[case] | {"policy": states.get(case)}
+                labels = {"case": case, "prompts": name, "temperature": temperature}
+                labels |= {"batch": settings[case]["max_running_requests"]}
+                yield labels | row | settings[case] | {"policy": states.get(case)}
 
 
 def main(name: str, argv: Sequence[str]) -> int:
     args = parse_arguments(name, argv)
-    given = {"context_length": args.output_len + PROMPT_LEN} | engine_arguments(args)
+    shared = {"context_length": args.output_len + PROMPT_LEN} | engine_arguments(args)
     rows: list[dict[str, Any]] = []
     phases: dict[str, list[list[int]]] = {}
     truths: dict[Any, Any] = {}
-    options = {case: options_of(case, given) for case in args.case}
+    options = {case: options_of(case, shared) for case in args.case}
     # a bad case fails here, before loading; with other acceptance rules a seed gives another text
-    is_exact = all(EngineArgs(**one).acceptance.is_coupled for one in options.values())
-    with ExitStack() as kept:
+    is_exact = all(EngineArgs(**x).acceptance.is_coupled for x in options.values())
+    with ExitStack() as outer:
         lender: Any = None  # all engines share its weights
         for batch in args.batch:
             with ExitStack() as stack:
                 engines: dict[str, Any] = {}
-                for case, own in options.items():
-                    own = own | {"max_running_requests": batch, "share_weights_with": lender}
-                    engines[case] = (stack if lender else kept).enter_context(Engine(**own))
+                for case, values in options.items():
+                    values = values | {"max_running_requests": batch, "share_weights_with": lender}
+                    engines[case] = (stack if lender else outer).enter_context(Engine(**values))
                     lender = lender or engines[case]
                 for prompts in () if phases else args.prompts:
                     phases |= common.phases_of(prompts, lender.tokenizer, args.num_prompts)

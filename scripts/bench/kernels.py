@@ -76,8 +76,8 @@ class Case(NamedTuple):
 def _link(state: jax.Array, out: jax.Array) -> jax.Array:
     """Return the state unchanged (``out`` is >= 0) in a form that XLA cannot optimize away."""
     state, out = jax.lax.optimization_barrier((state, out))
-    first = out.reshape(state.shape[0], -1)[:, :1].astype(state.dtype)
-    return state + jnp.minimum(first, 0).reshape(-1, *(1,) * (state.ndim - 1))
+    column = out.reshape(state.shape[0], -1)[:, :1].astype(state.dtype)
+    return state + jnp.minimum(column, 0).reshape(-1, *(1,) * (state.ndim - 1))
 
 
 def _accepted(batch: int, rows: int, width: int) -> np.ndarray:
@@ -189,11 +189,11 @@ def _microseconds(case: Case, implementation: str, timing: tuple[int, int, int])
     calls, dispatches, repeats = timing
 
     def program(state: Any, constants: Arrays) -> tuple[Any, list[Any]]:
-        kept = []
+        outputs = []
         for call in range(calls):
             state, out = case.step(state, constants, call, _runnable(implementation))
-            kept.append(out)
-        return state, kept
+            outputs.append(out)
+        return state, outputs
 
     state = jax.tree.map(jnp.copy, case.state)  # donated
     run = jax.jit(program, donate_argnums=0).lower(state, case.constants).compile()

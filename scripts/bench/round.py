@@ -156,15 +156,15 @@ def prefill(engine: Engine, prompts: list[list[int]]) -> list[int]:
 
 def device_ms(engine: Engine, prompts: list[list[int]], rounds: int, *, profiled: bool) -> float:
     """Dispatch ``rounds`` times, read only the last result; return the median ms per round."""
-    slots, each = prefill(engine, prompts), engine.runner.config.rounds_per_dispatch
+    slots, per_dispatch = prefill(engine, prompts), engine.runner.config.rounds_per_dispatch
     times = []
     for _ in range(REPEATS):
         started = time.perf_counter()
         dispatch(engine, slots, rounds)
-        times.append((time.perf_counter() - started) / (rounds * each) * 1e3)
+        times.append((time.perf_counter() - started) / (rounds * per_dispatch) * 1e3)
     if profiled:
         run = partial(dispatch, engine, slots, PROFILED_DISPATCHES)
-        print(launch_table(profile(run), PROFILED_DISPATCHES * each))
+        print(launch_table(profile(run), PROFILED_DISPATCHES * per_dispatch))
     for slot in slots:
         engine.runner.clear_slot(slot)
     return statistics.median(times)
@@ -215,8 +215,8 @@ def engine_ms(
     config = engine.runner.config
     dispatches = dispatches_needed([len(prompt) for prompt in prompts], rounds)
     tokens = dispatches * config.rounds_per_dispatch * config.largest.accept_width
-    own, options = SAMPLING[sampling]
-    params = SamplingParams(**own, max_new_tokens=tokens, ignore_eos=True)
+    values, options = SAMPLING[sampling]
+    params = SamplingParams(**values, max_new_tokens=tokens, ignore_eos=True)
     stamps: list[float] = []
     last: dict[int, dict[str, Any]] = {}
     stream = engine.generate(input_ids=prompts, sampling_params=params, stream=True, **options)
@@ -267,8 +267,8 @@ def build(args: Namespace, steps: int, folder: Path) -> Engine:
         options["model"], draft = write_preset(args.preset, folder)
         options["load_format"] = "dummy"
     if steps:
-        own = preset_algorithm(None if args.model else args.preset)
-        options["speculative_algorithm"] = args.algorithm or own or DEFAULT
+        default = preset_algorithm(None if args.model else args.preset)
+        options["speculative_algorithm"] = args.algorithm or default or DEFAULT
         options["speculative_num_steps"] = steps
         options["speculative_eagle_topk"] = args.topk
         options["speculative_num_draft_tokens"] = args.num_draft_tokens

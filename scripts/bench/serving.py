@@ -126,8 +126,8 @@ def http_client(address: tuple[str, int], headers: dict[str, str]) -> Iterator[C
             if answer.status != 200:
                 raise ValueError(answer.read().decode(errors="replace"))
             data, read = b"", answer.read1 if is_stream else answer.read
-            while part := read():
-                data += part
+            while piece := read():
+                data += piece
                 if not is_stream or data.endswith(b"\n\n"):
                     for event in data.removesuffix(b"data: [DONE]\n\n").splitlines():
                         if event:
@@ -162,23 +162,23 @@ def ask(client: Client, requests: Sequence[Request], start: float) -> Traces:
         due = max(request.arrival, traces[-1].end if traces else 0.0)
         traces.append(trace := Trace(request.until))
         time.sleep(max(0.0, start + due - time.monotonic()))
-        seen = 0
+        sent = 0
         chunks = client(request)
         try:
             for count, trace.meta in chunks:
                 trace.end = time.monotonic() - start
-                if count is None or count > seen:
+                if count is None or count > sent:
                     # streams of texts report the count only at the end
-                    is_known = count is not None and (seen > 0 or not trace.chunks)
-                    trace.chunks.append((trace.end - due, count - seen if is_known else None))
-                    seen = count or 0
+                    is_known = count is not None and (sent > 0 or not trace.chunks)
+                    trace.chunks.append((trace.end - due, count - sent if is_known else None))
+                    sent = count or 0
                 if request.until is not None and trace.end > request.until:
                     break
             else:
                 reason = (trace.meta.get("finish_reason") or {}).get("type")
                 if not trace.chunks or reason in (None, "abort"):
                     raise ValueError(
-                        f"the answer ended after {seen} tokens (finish_reason={reason}), before it "
+                        f"the answer ended after {sent} tokens (finish_reason={reason}), before it "
                         "was complete"
                     )
         except (ValueError, RuntimeError, OSError, HTTPException) as error:
@@ -224,15 +224,15 @@ def run_http(address: Any, headers: dict[str, str], clients: Clients, start: flo
 
 def connect(url: str, pool: ProcessPoolExecutor) -> tuple[Callable[..., Traces], dict[str, Any]]:
     """Return a function that runs clients in the processes of ``pool``, and the server info."""
-    parts = urlsplit(url)
-    if parts.scheme != "http" or parts.hostname is None:
+    split = urlsplit(url)
+    if split.scheme != "http" or split.hostname is None:
         raise ValueError(f"--url {url} must be http://HOST:PORT")
     key = os.environ.get(API_KEY)
     headers = {"content-type": "application/json"} | ({"x-api-key": key} if key else {})
-    address = parts.hostname, parts.port or 80
+    address = split.hostname, split.port or 80
 
     def run(clients: Clients, *, is_stream: bool) -> Traces:
-        encoded = [[encode(request, is_stream=is_stream) for request in one] for one in clients]
+        encoded = [[encode(request, is_stream=is_stream) for request in x] for x in clients]
         shares, start = [encoded[i::PROCESSES] for i in range(PROCESSES)], time.monotonic() + LEAD
         jobs = [pool.submit(run_http, address, headers, share, start) for share in shares if share]
         return list(chain.from_iterable(job.result() for job in jobs))
@@ -246,7 +246,7 @@ def encode(request: Request, *, is_stream: bool) -> Request:
     body = dict(request.sampling)
     if isinstance(request.prompt, str):
         path, body["prompt"] = "/v1/completions", request.prompt
-        body |= {new: body.pop(old) for old, new in OPENAI_NAMES.items() if old in body}
+        body |= {theirs: body.pop(ours) for ours, theirs in OPENAI_NAMES.items() if ours in body}
     else:
         path, body = "/generate", {"sampling_params": body, "input_ids": request.prompt}
         body["incremental"] = is_stream
@@ -256,24 +256,24 @@ def encode(request: Request, *, is_stream: bool) -> Request:
 
 def clients_of(load: str, chances: Sequence[float] = ()) -> Clients:
     """Parse a load and make its clients. If a value is invalid, the ``ValueError`` names it."""
-    kind, given = common.pairs_of("--load", load)
+    kind, pairs = common.pairs_of("--load", load)
     if kind not in LOADS:
         raise ValueError(f"--load {load!r}: {kind!r} must be one of {list(LOADS)}")
-    known = LOADS[kind]
-    values = known | {name: value for name, value in given.items() if name in known}
-    sampling = {name: value for name, value in given.items() if name not in known}
+    defaults = LOADS[kind]
+    values = defaults | {name: value for name, value in pairs.items() if name in defaults}
+    sampling = {name: value for name, value in pairs.items() if name not in defaults}
     for name, value in values.items():
         where = f"--load {load!r}: {name}"
-        if isinstance(known[name], float):
+        if isinstance(defaults[name], float):
             check_number(where, value, above=0)
         elif name != "prompt" or value != "text" or kind not in ("burst", "steady"):
             check_integer(where, value, 0 if kind == "prompts" and name == "requests" else 1)
     rng, mixed = np.random.default_rng(0), np.random.default_rng(1)
     order = chain.from_iterable(mixed.permutation(chances).tolist() for _ in repeat(None))
 
-    def request(prompt: Any, output: int, arrival: float = 0.0, **own: Any) -> Request:
+    def request(prompt: Any, output: int, arrival: float = 0.0, **changes: Any) -> Request:
         chance = {"simulate_acceptance": next(order)} if chances else {}
-        params = {"temperature": 0.0, "ignore_eos": True} | chance | own | sampling
+        params = {"temperature": 0.0, "ignore_eos": True} | chance | changes | sampling
         SamplingParams.of(params)
         if not isinstance(prompt, str):
             prompt = rng.integers(*IDS, size=prompt).tolist()
@@ -292,7 +292,7 @@ def simple_clients(values: Mapping[str, Any], _: Any, request: Make) -> Iterator
         texts = [row["turns"][0] for row in common.read_lines(common.PROMPTS, ["turns"])]
         prompts = [f"{i}. {texts[i % len(texts)]}" for i in range(count)]
     output = values["output"]
-    requests = [request(one, output, sampling_seed=i) for i, one in enumerate(prompts)]
+    requests = [request(prompt, output, sampling_seed=i) for i, prompt in enumerate(prompts)]
     for i in range(count):
         yield [requests[(i + k) % count] for k in range(values.get("requests", 1))]
 
@@ -390,8 +390,8 @@ def start(
 ) -> tuple[dict[str, Callable[[Clients], Traces]], dict[str, Any]]:
     """Start the engine and servers that the ways need; return a function per way, and settings."""
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-    own = {"simulate_acceptance": args.chances[0]} if args.chances else {}
-    options = {} if args.url else with_preset(engine_arguments(args) | own, args.preset, folder)
+    sim = {"simulate_acceptance": args.chances[0]} if args.chances else {}
+    options = {} if args.url else with_preset(engine_arguments(args) | sim, args.preset, folder)
     gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",") if args.split else [None]
     http, settings, ways = [way for way in args.ways if way != "engine"], {}, {}
     is_shared = len(http) < len(args.ways) > 1 or (args.split and len(gpus) == 1)
@@ -431,12 +431,12 @@ def main(name: str, argv: Sequence[str]) -> int:
         settings |= {"peak_gb": common.peak_gb()} if "engine" in ways else {}
     rows: list[dict[str, Any]] = []
     for load, way in cells:
-        found = sorted((turn[load, way] for turn in turns[1:]), key=lambda row: row["seconds"])
-        own = {"load": load, "way": way, "turns": args.turns, "best": found[0]["seconds"]}
-        rows.append(own | found[(args.turns - 1) // 2] | settings)
-        first = next(row for row in rows if row["load"] == load)
-        if first["way"] == "engine" and first["done"]:
-            rows[-1]["over_engine"] = rows[-1]["tokens_per_second"] / first["tokens_per_second"]
+        timed = sorted((turn[load, way] for turn in turns[1:]), key=lambda row: row["seconds"])
+        labels = {"load": load, "way": way, "turns": args.turns, "best": timed[0]["seconds"]}
+        rows.append(labels | timed[(args.turns - 1) // 2] | settings)
+        baseline = next(row for row in rows if row["load"] == load)
+        if baseline["way"] == "engine" and baseline["done"]:
+            rows[-1]["over_engine"] = rows[-1]["tokens_per_second"] / baseline["tokens_per_second"]
         common.append_json(args.output, rows[-1])
         for error, count in sum((turn[load, way]["errors"] for turn in turns), Counter()).items():
             print(f"{load}, {way}: {count} failed: {error}", file=sys.stderr)
