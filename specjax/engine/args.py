@@ -427,8 +427,8 @@ def check_options(options: Mapping[str, Any]) -> None:
     for name, value in options.items():
         if name in hints:
             _check_type(name, value, hints[name])
-        if value not in (known := CHOICES.get(name, (value,))):
-            raise refused(name, value, f"must be {' or '.join(map(repr, known))}")
+        if value not in (choices := CHOICES.get(name, (value,))):
+            raise refused(name, value, f"must be {' or '.join(map(repr, choices))}")
     check_name(options.get("speculative_algorithm"))
 
 

@@ -43,7 +43,7 @@ class BlocksAnswer(Answer):
 
     def __post_init__(self) -> None:
         self.blocks: list[Block] = []
-        self._parts = self.new_parts()
+        self._parsed = self.new_parts()
         self._is_open = self._has_begun = False
 
     @abstractmethod
@@ -92,11 +92,11 @@ class BlocksAnswer(Answer):
     def stop_kind(self, meta: Result) -> str:
         """Return ``call``, or why the text ended: ``stop``, ``length`` or ``abort``."""
         reason: str = meta["finish_reason"]["type"]
-        return "call" if reason == "stop" and self._parts.ends_with_call else reason
+        return "call" if reason == "stop" and self._parsed.ends_with_call else reason
 
     def _new_events(self, result: Result) -> Iterator[Result]:
         is_final = _is_final(result)
-        reasoning, content, calls = self._parts.read(result["text"], is_final=is_final)
+        reasoning, content, calls = self._parsed.read(result["text"], is_final=is_final)
         if reasoning:
             yield from self._grow("reasoning", reasoning)
         if content:

@@ -71,10 +71,10 @@ class Conversation:
             return encode(self._messages)
         except ValueError:
             # many templates refuse a system message that is not the first
-            first, *others = self._messages
-            if all(message["role"] != "system" for message in others):
+            opening, *later_messages = self._messages
+            if all(message["role"] != "system" for message in later_messages):
                 raise
-            return encode([first, *map(_from_user, others)])
+            return encode([opening, *map(_from_user, later_messages)])
 
     def make_call(
         self,

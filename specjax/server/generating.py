@@ -91,9 +91,9 @@ async def read_body(
             return await exchange.while_connected(loop.run_in_executor(threads, run))
 
 
-def _has_grammar(fields: Mapping[str, Any], others: Collection[str]) -> bool:
+def _has_grammar(fields: Mapping[str, Any], names: Collection[str]) -> bool:
     """Whether a body has a grammar, or sampling parameters that may have one."""
-    if any(fields.get(name, NULL) != NULL for name in (*GRAMMAR_FIELDS, *others)):
+    if any(fields.get(name, NULL) != NULL for name in (*GRAMMAR_FIELDS, *names)):
         return True
     params = fields.get("sampling_params", NULL)
     try:

@@ -163,16 +163,18 @@ def _read_messages(messages: Any) -> list[dict[str, Any]]:
         where, role = f"messages[{i}]", get(message, "role")
         content = get(message, "content")
         if role == "assistant":
-            new = [_assistant(where, content)]
+            converted = [_assistant(where, content)]
         elif role == "user":
-            new = list(_user(where, content))
+            converted = list(_user(where, content))
         elif role == "system":
-            new = [{"role": role, "content": _system(content)}]
+            converted = [{"role": role, "content": _system(content)}]
         else:
             raise ApiError(400, f"{where}.role must be user, assistant or system", param="messages")
-        if new and plain and new[0]["role"] == plain[-1]["role"] == "user":  # they are one turn
-            plain[-1]["content"] += f"\n{new.pop(0)['content']}"
-        plain += new
+        if (
+            converted and plain and converted[0]["role"] == plain[-1]["role"] == "user"
+        ):  # they are one turn
+            plain[-1]["content"] += f"\n{converted.pop(0)['content']}"
+        plain += converted
     if not plain:
         raise ApiError(400, "messages have no content", param="messages")
     return plain

@@ -44,29 +44,29 @@ def read_response(service: Service, body: Body) -> tuple[Call, "ResponseAnswer"]
             raise bad_value(name, value, f"is not supported: {reason}", code="unsupported_field")
     for name in _IGNORED:
         body.take(name)
-    shown = {name: body.take(name) for name in ("instructions", "tools", "tool_choice", "text")}
-    shown |= {name: body.take(name) for name in ("reasoning", "metadata", "store", "user")}
+    fields = {name: body.take(name) for name in ("instructions", "tools", "tool_choice", "text")}
+    fields |= {name: body.take(name) for name in ("reasoning", "metadata", "store", "user")}
     for name in ("text", "reasoning"):
-        if not isinstance(shown[name], dict | None):
-            raise bad_value(name, shown[name], "must be an object")
+        if not isinstance(fields[name], dict | None):
+            raise bad_value(name, fields[name], "must be an object")
     include = body.take("include", [])
     if not isinstance(include, list) or "message.output_text.logprobs" in include:
         demand = "must be a list without message.output_text.logprobs; use /v1/chat/completions"
         raise bad_value("include", include, demand)
     is_parallel = body.flag("parallel_tool_calls", True)
-    tools = read_tools(service, shown["tools"] or [])
-    variables = effort_variables("reasoning.effort", get(shown["reasoning"], "effort"))
+    tools = read_tools(service, fields["tools"] or [])
+    variables = effort_variables("reasoning.effort", get(fields["reasoning"], "effort"))
     conversation = Conversation(
         service,
-        merge_system(read_input(body.take("input", []), shown["instructions"])),
+        merge_system(read_input(body.take("input", []), fields["instructions"])),
         variables | {"add_generation_prompt": True},
         tools=tools,
-        choice=read_choice(shown["tool_choice"] or "auto"),
+        choice=read_choice(fields["tool_choice"] or "auto"),
         is_parallel=is_parallel,
     )
     limit = body.take("max_output_tokens")
     body.put("max_tokens", limit)
-    body.put("response_format", _response_format(get(shown["text"], "format")))
+    body.put("response_format", _response_format(get(fields["text"], "format")))
     is_stream, request_id = body.flag("stream"), f"resp_{new_id()}"
     with client_names("input", body.sources, max_new_tokens="max_output_tokens"):
         call, new_parts = conversation.make_call(
@@ -81,19 +81,19 @@ def read_response(service: Service, body: Body) -> tuple[Call, "ResponseAnswer"]
         reasoning_end=None if tags is None else tags.end,
         encrypts=_ENCRYPTED in include,
         request={
-            "instructions": shown["instructions"],
+            "instructions": fields["instructions"],
             "max_output_tokens": limit,
-            "metadata": shown["metadata"] or {},
+            "metadata": fields["metadata"] or {},
             "parallel_tool_calls": is_parallel,
-            "reasoning": shown["reasoning"] or {"effort": None, "summary": None},
+            "reasoning": fields["reasoning"] or {"effort": None, "summary": None},
             "store": False,
             "temperature": params.temperature,
-            "text": shown["text"] or {"format": {"type": "text"}},
-            "tool_choice": shown["tool_choice"] or "auto",
-            "tools": shown["tools"] or [],
+            "text": fields["text"] or {"format": {"type": "text"}},
+            "tool_choice": fields["tool_choice"] or "auto",
+            "tools": fields["tools"] or [],
             "top_p": params.top_p,
             "truncation": "disabled",
-            "user": shown["user"],
+            "user": fields["user"],
         },
     )
 
@@ -186,18 +186,18 @@ def _text(where: str, content: Any) -> str:
         return content
     if not isinstance(content, list):
         raise ApiError(400, f"{where} must have a string or a list of parts", param="input")
-    for part in content:
-        if get(part, "type") not in _TEXTS or not isinstance(part.get("text"), str):
-            kind = short(get(part, "type"))
+    for item in content:
+        if get(item, "type") not in _TEXTS or not isinstance(item.get("text"), str):
+            kind = short(get(item, "type"))
             message = f"{where} has a part of type {kind}; only text is supported"
             raise ApiError(400, message, param="input")
-    return "\n".join(part["text"] for part in content)
+    return "\n".join(item["text"] for item in content)
 
 
 def _reasoning(item: dict[str, Any]) -> str:
     """The text of an item of reasoning; empty if another server has encrypted it."""
-    if parts := item.get("content") or item.get("summary"):
-        return _text("reasoning", parts)
+    if content := item.get("content") or item.get("summary"):
+        return _text("reasoning", content)
     try:
         return base64.b64decode(item.get("encrypted_content") or "", validate=True).decode()
     except (binascii.Error, TypeError, ValueError):
@@ -252,8 +252,8 @@ class ResponseAnswer(BlocksAnswer):
             yield self._of_part(block, done, arguments=block.text, name=block.call.name)
         else:
             yield self._of_part(block, done, text=block.text)
-            part = _part(block, block.text)
-            yield self._of_part(block, "response.content_part.done", part=part)
+            content_part = _part(block, block.text)
+            yield self._of_part(block, "response.content_part.done", part=content_part)
         item = self._item(block)
         yield self._event("response.output_item.done", output_index=block.index, item=item)
 
