@@ -6,6 +6,7 @@ import time
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from operator import attrgetter
@@ -174,12 +175,10 @@ class Totals:
             rate = self.throughput.rate(now, self.generated_tokens)
             speed = 0.0 if self.throughput.is_idle(now) else rate
             changes: dict[str, Any] = {"gen_throughput": speed, "last_gen_throughput": rate}
-            changes["verifies_by_accepted"] = list(self.verifies_by_accepted)
-            changes |= {"rows_by_proposed": list(self.rows_by_proposed), **self.adaptive()}
             for name, value in vars(self).items():
-                if isinstance(value, Histogram):
-                    changes[name] = replace(value, counts=list(value.counts))
-            return replace(self, **changes)
+                if isinstance(value, list | Histogram):
+                    changes[name] = deepcopy(value)
+            return replace(self, **changes, **self.adaptive())
 
     def queue_changed(
         self, num_running: int, num_waiting: int, num_used_tokens: int, num_window_tokens: int = 0
