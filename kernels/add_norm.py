@@ -28,7 +28,7 @@ def scaled(x: Array, scale: Array, dtype: jnp.dtype) -> Array:
 
 
 def whole(x: Array, ndim: int, dtype: jnp.dtype) -> Array:
-    """``x``, or the sum of its partial sums if it has one axis more than ``ndim``."""
+    """Return ``x``. If it has ``ndim + 1`` axes, sum its leading axis of partial sums first."""
     return x if x.ndim == ndim else ordered_sum(x).astype(dtype)
 
 

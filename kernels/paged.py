@@ -120,7 +120,7 @@ def add_keys(
 
 
 def with_sinks(best: Array, weight: Array, mixed: Any, sinks: Array) -> tuple[Array, Any]:
-    """Add scores without values to the sums of rows; return sums of weights and of values."""
+    """Add attention sinks to rows' running sums; return total weights and rescaled value sums."""
     score = sinks.astype(jnp.float32) * LOG2E
     highest = jnp.maximum(best, score)
     decay = jnp.exp2(best - highest)

@@ -32,7 +32,7 @@ from specjax import Engine
 from specjax.cli.options import engine_arguments
 from specjax.engine.args import EngineArgs
 from specjax.json_file import read_json
-from specjax.speculative import registry
+from specjax.speculative import catalog
 from specjax.speculative.algorithm import DRAFTING
 
 PLAIN = "plain"
@@ -114,7 +114,7 @@ def options_of(case: str, options: Mapping[str, Any]) -> dict[str, Any]:
     left_out = DRAFTING if name else ADAPTIVE
     base = {key: value for key, value in options.items() if not key.startswith(left_out)}
     if name:
-        base["speculative_algorithm"] = registry.PLAIN if name == PLAIN else name
+        base["speculative_algorithm"] = catalog.PLAIN if name == PLAIN else name
     if policy is not None:
         config = read_json(Path(options[CONFIG]), is_strict=True) if CONFIG in options else {}
         base |= {ADAPTIVE: True, CONFIG: config | {"policy": policy}}

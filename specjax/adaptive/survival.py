@@ -25,7 +25,7 @@ Counts = Sequence[int] | np.ndarray
 
 
 class RoundRecord(NamedTuple):
-    """What is known about a round of N live rows with drafts, besides the accepted ones."""
+    """Facts about one round of N requests that a policy gets in addition to the accepted counts."""
 
     num_proposed_drafts: Sequence[int] = ()  # [N]; empty if all drafts of the tier were proposed
     context: float = 0.0  # mean number of tokens per request; 0 if unknown

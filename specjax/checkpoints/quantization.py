@@ -400,7 +400,7 @@ class _Matrix:
 def quantised_source(
     source: TensorSource, recipes: Recipes, format: Quantization | None, *, signed: bool = False
 ) -> TensorSource:
-    """Give the matrices that recipes need quantised the names above; whole ones are quantised.
+    """Offer quantised matrices under the names that recipes use; quantise those stored in floats.
 
     ``signed`` permits negative scales, as :func:`quantise` makes them.
     """

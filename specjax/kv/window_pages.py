@@ -176,10 +176,10 @@ class WindowPages:
         self.drop(list(islice(unread, count)))
 
     def _pass(self, holding: PageHolding, begin: int) -> None:
-        """Take back first the pages from ``begin`` on that are before the window of a text.
+        """Mark pages from ``begin`` on that no row of this text still reads as first to drop.
 
-        But keep the windows before the position from which the request continues a cached text,
-        and before the end of one that it could not use: others may branch off there too.
+        Windows at ``num_cached`` and ``num_matched`` keep their rank, because other requests may
+        branch there.
         """
         size, ends = self._allocator.page_size, {holding.num_cached, holding.num_matched}
         kept = {index for end in ends for index in range(self._first(end), end // size)}

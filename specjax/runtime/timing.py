@@ -47,15 +47,14 @@ def round_seconds(runner: ModelRunner, contexts: Contexts) -> Times:
 
 
 def measure_round_seconds(runner: ModelRunner, contexts: Contexts) -> Times:
-    """Measure seconds per round: medians of stretches.
+    """Measure seconds per round of each tier and bucket; the runner must have no requests.
 
-    Each result is read after the next dispatch, as in serving, and a round takes the time since the
-    result before it. The rows are greedy, and their last tokens differ. Their KV is zero or left
-    over, because its values do not affect the time. The measurements take turns stretch by stretch,
-    so that a temporary slowdown of the device affects all of them. Only the largest bucket that
-    fits is also measured at the longer context. The time it adds is that of reading its KV, so it
-    is proportional to the batch size.
-    The runner must have no requests; only the contents of its pages change.
+    A round's time is the time between two results, and each result is read after the next dispatch,
+    as in serving. A figure is the median of several stretches. The measurements take turns stretch
+    by stretch, so a temporary slowdown of the device affects all of them. At the longer context,
+    only the largest bucket that fits is measured: reading KV takes time in proportion to the batch.
+    Rows are greedy with different last tokens, and KV is zero or left over: values of KV do not
+    affect the time. Only the contents of pages change.
     """
     config = runner.config
     for slot in range(1, config.num_slots):

@@ -78,9 +78,8 @@ class InFlight:
         self._clock = clock
         self.constrained = ConstrainedRounds(runner)
         self._readings: list[Reading] = []
-        # when the result before the oldest call was read, if the call has rounds and was dispatched
-        # before; from then on, its rounds take the time until its own result, also if that is the
-        # host's time
+        # start of the oldest call's rounds: when the previous result was read; None if the call has
+        # no rounds or was dispatched later
         self._started: float | None = None
         # when the last result was read, and whether the device had it before
         self._read_time, self._was_ready = 0.0, True

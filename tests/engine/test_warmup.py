@@ -13,10 +13,9 @@ import pytest
 
 from specjax.cli import commands, main
 from specjax.compiling.cache import FOLDER, open_compile_cache
-from specjax.engine import build, plan
+from specjax.engine import build, plan, warmup
 from specjax.engine.args import EngineArgs
 from specjax.engine.plan import plan_engine
-from specjax.engine.warmup import warm_up
 from specjax.runtime.runner import ModelRunner
 from specjax.testing.files import write_head, write_target
 
@@ -64,7 +63,7 @@ def warmed(files):
     with pytest.MonkeyPatch.context() as patch, jax.numpy_dtype_promotion("strict"):
         patch.setattr(build, "load_weights", lambda *_, **__: pytest.fail("weights read"))
         patch.setattr(build.ModelRunner, "load", lambda *_: pytest.fail("the pools were allocated"))
-        return warm_up(EngineArgs(**options(files)))
+        return warmup.warm_up(EngineArgs(**options(files)))
 
 
 @pytest.mark.slow
@@ -89,11 +88,11 @@ def test_a_warm_up_compiles_and_describes_every_function(files, warmed) -> None:
 def test_an_interrupted_warm_up_resumes(files, warmed) -> None:
     paths = sorted(Path(warmed.folder).glob("*round*.xla"))
     paths[0].unlink()
-    again = warm_up(EngineArgs(**options(files)))
+    again = warmup.warm_up(EngineArgs(**options(files)))
     assert again.num_compiled == 1
     states = [line.split()[-1] for line in again.table().splitlines()[1:-2]]
     assert sorted(states) == ["compiled"] + ["present"] * (len(states) - 1)
-    assert warm_up(EngineArgs(**options(files))).num_compiled == 0
+    assert warmup.warm_up(EngineArgs(**options(files))).num_compiled == 0
 
 
 @pytest.mark.slow
@@ -123,7 +122,7 @@ def test_compiling_after_it_traces_nothing(files, warmed) -> None:
 
 @pytest.mark.slow
 def test_stages_are_compiled_on_request(files, warmed) -> None:
-    with_stages = warm_up(EngineArgs(**options(files)), stages=True)
+    with_stages = warmup.warm_up(EngineArgs(**options(files)), stages=True)
     new = {function.key.split()[0] for function in with_stages.functions if not function.is_hit}
     assert new == {"draft", "verify", "extend"}
 
@@ -239,7 +238,7 @@ def test_a_preset_needs_no_checkpoint(monkeypatch, tmp_path, capsys) -> None:
 
     monkeypatch.setitem(presets.PRESETS, "tiny", (TARGET, EAGLE3))
     seen = []
-    monkeypatch.setattr(build, "warm_up", lambda args, stages: seen.append(args) or _Done())
+    monkeypatch.setattr(warmup, "warm_up", lambda args, stages: seen.append(args) or _Done())
     for algorithm in ("EAGLE3", "none"):
         assert main(["warmup", "--preset=tiny", f"--speculative-algorithm={algorithm}"]) == 0
     assert [args.load_format for args in seen] == ["dummy", "dummy"]
@@ -257,7 +256,7 @@ class _Done:
 def test_an_incomplete_warm_up_fails(files, monkeypatch) -> None:
 
     monkeypatch.setattr(_Done, "is_complete", False)
-    monkeypatch.setattr(build, "warm_up", lambda args, stages: _Done())
+    monkeypatch.setattr(warmup, "warm_up", lambda args, stages: _Done())
     assert main(command(files, "--quiet")) == 1
 
 
