@@ -256,11 +256,7 @@ def _check(q: Array, inputs: PagedInputs) -> None:
 
 
 def invariant_tree_attention(
-    q: Array,
-    inputs: PagedInputs,
-    seq_lens: Array,
-    tree_mask: Array | None,
-    implementation: str,
+    q: Array, inputs: PagedInputs, seq_lens: Array, tree_mask: Array | None, implementation: str
 ) -> Array:
     """The invariant form of :func:`~specjax.kernels.tree_attention.tree_attention`."""
     _check(q, inputs)

@@ -17,14 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.experimental import pallas as pl
-from specjax.kernels.backend import (
-    INVARIANT,
-    WORD,
-    resolve,
-    spans,
-    takes_head_dim,
-    triton_call,
-)
+from specjax.kernels.backend import INVARIANT, WORD, resolve, spans, takes_head_dim, triton_call
 from specjax.kernels.invariant_attention import invariant_tree_attention
 from specjax.kernels.kv_format import for_products, from_pool, head_spans, load_kv, slots_of
 from specjax.kernels.paged import (

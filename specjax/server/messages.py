@@ -12,15 +12,7 @@ from specjax.server.answers import Result
 from specjax.server.blocks import Block, BlocksAnswer, event_bytes
 from specjax.server.conversation import Conversation, effort_variables, merge_system
 from specjax.server.exchange import dump
-from specjax.server.fields import (
-    NAMES,
-    ApiError,
-    Body,
-    bad_value,
-    client_names,
-    finish_fields,
-    get,
-)
+from specjax.server.fields import NAMES, ApiError, Body, bad_value, client_names, finish_fields, get
 from specjax.server.service import Service
 
 # a block of agents that differs in every request, so that no prefix would be found in the cache
@@ -105,10 +97,7 @@ def take_conversation(service: Service, body: Body, thinking: Any) -> Conversati
         messages.insert(0, {"role": "system", "content": system})
     last = messages[-1]
     is_continued = last["role"] == "assistant" and "tool_calls" not in last
-    variables |= {
-        "add_generation_prompt": not is_continued,
-        "continue_final_message": is_continued,
-    }
+    variables |= {"add_generation_prompt": not is_continued, "continue_final_message": is_continued}
     return Conversation(
         service,
         merge_system(messages),

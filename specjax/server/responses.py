@@ -319,11 +319,7 @@ _TYPES = {
     "text": ("message", "msg"),
     "call": ("function_call", "fc"),
 }
-_NAMES = {
-    "reasoning": "reasoning_text",
-    "text": "output_text",
-    "call": "function_call_arguments",
-}
+_NAMES = {"reasoning": "reasoning_text", "text": "output_text", "call": "function_call_arguments"}
 
 
 def _item_id(block: Block) -> str:
