@@ -42,7 +42,7 @@ class PageBudget:
         writes: maximum KV write of a dispatch.
         set_pages: called with (slot, pages, first), writes a slot's page table from ``first`` on.
         lookahead: passed to the prefix cache; ``None`` disables sharing.
-        windows: the pages of layers with a window, if they have a pool of their own.
+        followers: give pages of other pools to the pages of texts, and take them back.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class PageBudget:
         writes: KVWrites,
         set_pages: Callable[[int, Sequence[int], int], None],
         lookahead: int | None,
-        windows: WindowPages | None = None,
+        followers: Sequence[WindowPages] = (),
     ) -> None:
         self._allocator = allocator
         # owns shared pages; empty without sharing
@@ -60,9 +60,8 @@ class PageBudget:
         self._writes = writes
         self._set_pages = set_pages
         self._reserve = RESERVE_START
-        self._windows = windows
-        if windows is not None:
-            allocator.on_free = windows.drop
+        self._followers = followers
+        allocator.on_free += [each.drop for each in followers]
 
     @property
     def num_used_tokens(self) -> int:
@@ -72,8 +71,8 @@ class PageBudget:
 
     @property
     def num_window_tokens(self) -> int:
-        """The same for window pages, including those of cached texts."""
-        return 0 if self._windows is None else self._windows.num_used_tokens
+        """The same for the pages of the followers, including those of cached texts."""
+        return sum(each.num_used_tokens for each in self._followers)
 
     def capacity(self, running: Sequence[PageHolding]) -> Capacity:
         """Page totals of the running requests, valid until the next dispatch or read of a round."""
@@ -89,7 +88,7 @@ class PageBudget:
         """
         node, shared = self.cache.match(holding.prefill_ids, holding.num_cacheable)
         holding.num_matched = len(shared) * self._allocator.page_size
-        if self._windows is not None and (usable := self._windows.usable(shared)) < len(shared):
+        if (usable := self._usable(shared)) < len(shared):
             limit = usable * self._allocator.page_size
             node, shared = self.cache.match(holding.prefill_ids, limit)
         self.cache.lock(node)
@@ -122,9 +121,7 @@ class PageBudget:
         """
         self._reserve = max(MIN_RESERVE, self._reserve * RESERVE_DECAY)
         is_grown = self._grow(holdings, running)
-        if self._windows is None or not is_grown:
-            return is_grown
-        return self._windows.grow(holdings, running)
+        return is_grown and all(each.grow(holdings, running) for each in self._followers)
 
     def _grow(self, holdings: Sequence[PageHolding], running: Sequence[PageHolding]) -> bool:
         counts = self._missing(holdings, 1)
@@ -148,13 +145,13 @@ class PageBudget:
 
     def prepare_chunk(self, holding: PageHolding, end: int, running: Sequence[PageHolding]) -> None:
         """Prepare a prompt chunk up to ``end``, before ``holding.kv_len`` counts its tokens."""
-        if self._windows is not None:
-            self._windows.prepare_chunk(holding, end, running)
+        for each in self._followers:
+            each.prepare_chunk(holding, end, running)
 
     def chunks_dispatched(self) -> None:
         """Note that all prepared chunks have been dispatched."""
-        if self._windows is not None:
-            self._windows.chunks_dispatched()
+        for each in self._followers:
+            each.chunks_dispatched()
 
     def _missing(self, holdings: Sequence[PageHolding], dispatches: int) -> list[int]:
         return [max(0, self._needed(h, dispatches) - len(h.pages)) for h in holdings]
@@ -186,8 +183,8 @@ class PageBudget:
             # from the next dispatch on, this request reads the cached pages
             own, holding.pages = holding.pages[:count], shared + holding.pages[count:]
             self._set_pages(holding.slot, holding.pages, 0)
-            if self._windows is not None:
-                self._windows.replace(holding, own, shared)
+            for each in self._followers:
+                each.replace(holding, own, shared)
             self._allocator.free(duplicates)
         return True
 
@@ -206,18 +203,25 @@ class PageBudget:
                 full = self.cache.num_matched_pages(holding.kv_len + 1)
                 full = max(full, holding.num_shared)
                 owned = self.cache.insert(known_ids, holding.pages[:full]) + holding.pages[full:]
-                if self._windows is not None:
+                if self._followers:
                     cached = self.cache.match(known_ids)[1][:full]
-                    self._windows.move(holding.pages, cached)
+                    for each in self._followers:
+                        each.move(holding.pages, cached)
                     holding.pages[: len(cached)] = cached
             self.cache.unlock(holding.node)
-        if self._windows is not None:
-            self._windows.end(holding)
+        for each in self._followers:
+            each.end(holding)
         holding.pages, holding.num_shared, holding.node = [], 0, None
         self._allocator.free(owned)
 
     def raise_reserve(self) -> None:
         self._reserve = min(1.0, self._reserve + RESERVE_RAISE)
+
+    def _usable(self, pages: Sequence[int]) -> int:
+        """Number of leading pages of a cached prefix after which all followers can continue."""
+        counts = (each.usable(pages) for each in self._followers)
+        count = min(counts, default=len(pages))
+        return count if count == len(pages) else self._usable(pages[:count])
 
     def _needed(self, holding: PageHolding, dispatches: int = 1) -> int:
         return self._allocator.pages_for(holding.max_kv_len(self._writes, dispatches))

@@ -213,7 +213,7 @@ class PageAllocator:
         self._free = list(range(num_pages - 1, 0, -1))
         self._held: set[int] = set()
         # called with the pages that are freed
-        self.on_free: Callable[[Sequence[int]], None] = lambda pages: None
+        self.on_free: list[Callable[[Sequence[int]], None]] = []
 
     @property
     def num_free(self) -> int:
@@ -237,6 +237,7 @@ class PageAllocator:
             raise ValueError(f"pages {pages} must not repeat a page")
         if not given <= self._held:
             raise ValueError(f"pages {sorted(given - self._held)} are not allocated")
-        self.on_free(pages)
+        for drop in self.on_free:
+            drop(pages)
         self._held -= given
         self._free.extend(reversed(pages))

@@ -77,13 +77,13 @@ class Scheduler:
         self._runner, config = runner, runner.config
         self._allocator = PageAllocator(config.num_pages, config.page_size)
         lookahead = config.algorithm.lookahead if caches_prefixes else None
-        windows = None
+        followers = []
         if count := config.num_window_pages:
             window = max(runner.networks.target_config.windows)
             form = config.page_size, window, config.kv_writes
-            windows = WindowPages(count, *form, runner.set_window_pages)
+            followers = [WindowPages(count, *form, runner.set_window_pages)]
         self._budget = PageBudget(
-            self._allocator, config.kv_writes, runner.set_pages, lookahead, windows
+            self._allocator, config.kv_writes, runner.set_pages, lookahead, followers
         )
         self._run_ahead = run_ahead
         self._max_waiting, self._max_stall = max_waiting_requests, max_prefill_stall

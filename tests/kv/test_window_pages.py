@@ -1,7 +1,7 @@
 """Window pages: what running requests read is there, in a simulation of the device."""
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,22 +74,39 @@ class Device:
 class Simulation:
     """Serves texts of few tokens, so that many begin alike, as the scheduler does."""
 
-    def __init__(self, seed: int, *, size: int, window: int, rounds: int, spare: bool) -> None:
+    def __init__(
+        self, seed: int, *, size: int, windows: Sequence[int], rounds: int, spare: bool
+    ) -> None:
         self.rng = np.random.default_rng(seed)
         self.slots = 4
         self.writes = KVWrites.of([DraftShape.chain(0), DraftShape(2, 3, 6)], rounds)
-        count = pages_wanted(window, self.writes, size, num_requests=self.slots - 1, chunk=CHUNK)
-        self.device = Device(self.slots, count, size, window)
-        form = count, size, window, self.writes
-        self.windows = WindowPages(*form, self.device.set_window_pages)
+        self.devices: list[Device] = []
+        self.followers: list[WindowPages] = []
+        for window in windows:
+            sizes = {"num_requests": self.slots - 1, "chunk": CHUNK}
+            count = pages_wanted(window, self.writes, size, **sizes)
+            device = Device(self.slots, count, size, window)
+            form = count, size, window, self.writes
+            self.devices.append(device)
+            self.followers.append(WindowPages(*form, device.set_window_pages))
         most = (self.slots - 1) * -(-(CONTEXT + self.writes.tail) // size)
         self.allocator = PageAllocator(1 + (most if spare else most // 2), size)
-        self.budget = PageBudget(
-            self.allocator, self.writes, self.device.set_pages, 0, self.windows
-        )
+        self.budget = PageBudget(self.allocator, self.writes, self.set_pages, 0, self.followers)
         self.running: list[Row] = []
         self.unread: deque[list[tuple[Row, int]]] = deque()
         self.hits = self.trimmed = self.preempted = 0
+
+    def set_pages(self, *entries: Any) -> None:
+        for device in self.devices:
+            device.set_pages(*entries)
+
+    def write(self, *rows: Any) -> None:
+        for device in self.devices:
+            device.write(*rows)
+
+    def check(self, *rows: Any) -> None:
+        for device in self.devices:
+            device.check(*rows)
 
     def step(self) -> None:
         if self.rng.random() < 0.6:
@@ -100,9 +117,9 @@ class Simulation:
             self.read()
         if self.running and self.rng.random() < 0.1:
             self.release(self.running[int(self.rng.integers(len(self.running)))])
-        given = self.windows._allocator
-        used = given.num_pages - 1 - given.num_free
-        assert self.budget.num_window_tokens == used * given.page_size
+        pools = [each._allocator for each in self.followers]
+        used = sum(pool.num_pages - 1 - pool.num_free for pool in pools)
+        assert self.budget.num_window_tokens == used * self.allocator.page_size
 
     def admit(self) -> Row | None:
         free = sorted(set(range(1, self.slots)) - {row.slot for row in self.running})
@@ -138,9 +155,9 @@ class Simulation:
             if not self.budget.share(row, is_dispatched=False):
                 duplicates.append(row)
         for row, begin, end in pieces:
-            self.device.write(row.slot, row.prefill_ids, begin, end)
+            self.write(row.slot, row.prefill_ids, begin, end)
         for row, begin, end in pieces:
-            self.device.check(row.slot, row.prefill_ids[:end], begin)
+            self.check(row.slot, row.prefill_ids[:end], begin)
         self.budget.chunks_dispatched()
         for row in duplicates:
             self.budget.share(row, is_dispatched=True)
@@ -163,12 +180,12 @@ class Simulation:
                 length = row.device_len
                 drafts = min(self.writes.rows, CONTEXT + self.writes.tail - length)
                 tree = [*text[:length], *[9] * drafts]
-                self.device.write(row.slot, tree, length, len(tree))
-                self.device.check(row.slot, tree, length)
+                self.write(row.slot, tree, length, len(tree))
+                self.check(row.slot, tree, length)
                 count = int(self.rng.integers(1, self.writes.accept_width + 1))
                 row.device_len = min(length + count, CONTEXT - 1)
                 text += [1] * (row.device_len - len(text))
-                self.device.write(row.slot, text, length, row.device_len)
+                self.write(row.slot, text, length, row.device_len)
             row.unread_rounds += self.writes.rounds
         if rows:
             self.unread.append([(row, row.device_len) for row in rows])
@@ -182,34 +199,35 @@ class Simulation:
         self.running.remove(row)
         text = row.prefill_ids if row.is_prefilled else row.prefill_ids[: row.kv_len]
         self.budget.release(row, [*text, 1])
-        self.device.table[row.slot] = 0
+        for device in self.devices:
+            device.table[row.slot] = 0
 
     def check_clean(self) -> None:
         while self.running:
             self.release(self.running[-1])
         self.budget.cache.flush()
         assert self.allocator.num_free == self.allocator.num_pages - 1
-        free = self.windows._allocator
-        assert free.num_free == free.num_pages - 1
+        for pool in (each._allocator for each in self.followers):
+            assert pool.num_free == pool.num_pages - 1
 
 
 @pytest.mark.parametrize("spare", [True, False])
 @given(
     seed=st.integers(0, 2**32 - 1),
     size=st.sampled_from([1, 2, 4]),
-    window=st.integers(1, 20),
+    windows=st.lists(st.integers(1, 20), min_size=1, max_size=2),
     rounds=st.sampled_from([1, 3]),
 )
 @settings(max_examples=60)
-def test_rows_read_the_keys_of_their_own_text(spare, seed, size, window, rounds) -> None:
-    one = Simulation(seed, size=size, window=window, rounds=rounds, spare=spare)
+def test_rows_read_the_keys_of_their_own_text(spare, seed, size, windows, rounds) -> None:
+    one = Simulation(seed, size=size, windows=windows, rounds=rounds, spare=spare)
     for _ in range(40):
         one.step()
     one.check_clean()
 
 
 def test_simulations_meet_what_they_are_for() -> None:
-    ones = [Simulation(seed, size=2, window=5, rounds=1, spare=False) for seed in range(20)]
+    ones = [Simulation(seed, size=2, windows=[5], rounds=1, spare=False) for seed in range(20)]
     for one in ones:
         for _ in range(60):
             one.step()
@@ -220,12 +238,12 @@ def test_simulations_meet_what_they_are_for() -> None:
 @pytest.mark.parametrize("system", [0, 40])
 def test_the_windows_of_idle_texts_stay(system: int) -> None:
     """A conversation goes on after long texts, and another begins as earlier ones did."""
-    one = Simulation(0, size=2, window=8, rounds=1, spare=True)
+    one = Simulation(0, size=2, windows=[8], rounds=1, spare=True)
     most, writes = 3 * 200, one.writes
     allocator = PageAllocator(most, 2)
     count = pages_wanted(8, writes, 2, num_requests=3, chunk=CHUNK)
     windows = WindowPages(count, 2, 8, writes, lambda *_: None)
-    budget = PageBudget(allocator, writes, lambda *_: None, 0, windows)
+    budget = PageBudget(allocator, writes, lambda *_: None, 0, [windows])
     texts = [[*range(1, system + 1), *([i] * 100)] for i in range(1000, 1004)]
     cached = []
     for text in texts * 2:
