@@ -232,19 +232,8 @@ class SamplingTable:
     bias_values: Annotated[Array, np.float32, MAX_LOGIT_BIAS]  # [R, M]
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class SplitPool:
-    """Keys and values of layers without and with a window, in pools with pages of their own.
-
-    With 8-bit floats, the last axis has H / 2 words, see ``kernels/kv_format.py``.
-    """
-
-    full: Array | None  # [L, KV indices, 2, KV, H]; ``None`` if all layers have a window
-    windowed: Array  # [L, KV indices of window pages, 2, KV, H]
-
-
-TargetPool = Array | SplitPool
+# [L, KV indices, *values of a token] of layers with equal caches; None if there are none
+Pools = tuple[Array | None, ...]
 
 
 @jax.tree_util.register_dataclass
@@ -252,5 +241,5 @@ TargetPool = Array | SplitPool
 class KVPools:
     """The target's keys and values, and the algorithm's state."""
 
-    target: TargetPool  # [L, KV indices, 2, KV, H]
+    target: Pools
     draft: Any  # the algorithm's state: a pool over the same KV indices, tables, or nothing

@@ -13,6 +13,7 @@ from specjax.kernels import deterministic as deterministic_kernels
 from specjax.kernels import kv_format
 from specjax.kv.holding import KVWrites
 from specjax.models import registry
+from specjax.models.declare import pool_windows
 from specjax.models.flat import Networks
 from specjax.models.placement import Placement
 from specjax.runtime import runner_config as sizing
@@ -79,8 +80,8 @@ class EnginePlan:
         kind, windows = self.networks.placement.device.device_kind, ""
         weights = target.config.quantization or target.config.dtype
         kv = "" if self.args.kv_cache_dtype == "auto" else f" of {self.args.kv_cache_dtype}"
-        if config.num_window_pages:
-            windows = f", and {config.num_window_pages - 1} pages for layers with a window"
+        if tokens := config.max_window_tokens:
+            windows = f", and {tokens // config.page_size} pages for layers with a window"
         return [
             *(f"draft: {draft.describe()}" for draft in self.drafts),
             speculation,
@@ -134,7 +135,7 @@ def plan_engine(args: EngineArgs) -> EnginePlan:
         args.chunked_prefill_size,
         context_length,
         slots,
-        max(networks.target_config.windows, default=0) if splits else 0,
+        max(pool_windows(networks.target.caches), default=0) if splits else 0,
         on_cpu=on_cpu,
     )
     smallest = sizing.smallest_bucket(
@@ -167,9 +168,9 @@ def plan_engine(args: EngineArgs) -> EnginePlan:
     )
     memory = sizing.device_memory(placement.device) // MEMORY_GRANULE * MEMORY_GRANULE
     transit_tokens = TRANSIT_TOKENS if args.disaggregation_mode == "decode" else 0
-    window_pages = sizing.num_window_pages(networks.target_config, config) if splits else 0
-    for num_window_pages in (window_pages, 0):
-        config = replace(config, num_window_pages=num_window_pages)
+    window_pages = sizing.window_pages(networks.target.caches, config) if splits else ()
+    for pools in (window_pages, ()):
+        config = replace(config, window_pages=pools)
         needs = sizing.memory_needs(networks, config, transit_tokens)
         try:
             num_pages = sizing.plan_pages(
@@ -180,10 +181,10 @@ def plan_engine(args: EngineArgs) -> EnginePlan:
                 mem_fraction_static=args.mem_fraction_static,
             )
         except ValueError:
-            if num_window_pages == 0:
+            if not pools:
                 raise
             continue
-        if num_pages > num_window_pages:  # otherwise, a split would save nothing
+        if all(num_pages > count for _, count in pools):  # otherwise, a split would save nothing
             break
     config = replace(config, num_pages=num_pages)
     plan = EnginePlan(args, target, drafts, networks, needs, config, context_length)

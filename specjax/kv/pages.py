@@ -15,27 +15,30 @@ from specjax.kernels.rope_store import rope_store
 from specjax.kernels.tree_attention import tree_attention
 from specjax.models.layers import Store
 from specjax.models.rope import RopeTables
-from specjax.types import SplitPool
+from specjax.types import Pools
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class PageView:
-    """The pages of a batch of requests. Page 0 is the padding page."""
+    """The pages of a batch of requests in each pool. Page 0 is the padding page.
 
-    page_table: Array  # i32 [B, P]; unused entries are 0
+    Methods read and write with the pages of the first pool, which are those of drafts too.
+    """
+
+    tables: tuple[Array, ...]  # i32 [B, P] of each pool; unused entries are 0
     page_size: int = field(metadata={"static": True})
     # implementation of the kernels that attend and store
     implementation: str | None = field(default=None, metadata={"static": True})
-    # i32 [B, P], the pages of layers with a window, if these have a pool of their own
-    window_table: Array | None = None
 
     @property
-    def windows(self) -> "PageView | None":
-        """The pages of layers with a window."""
-        if self.window_table is None:
-            return None
-        return replace(self, page_table=self.window_table, window_table=None)
+    def page_table(self) -> Array:
+        return self.tables[0]
+
+    @property
+    def pools(self) -> "tuple[PageView, ...]":
+        """The pages in each pool alone."""
+        return tuple(replace(self, tables=(table,)) for table in self.tables)
 
     def kv_indices(self, positions: Array) -> Array:
         """KV indices i32 ``[B, T]`` of positions ``[B, T]``; after the table, in page 0."""
@@ -64,23 +67,22 @@ class PageView:
         ``positions`` i32 ``[B, T]`` are those of the rows of a tree, whose mask selects ancestors.
         """
         slots = seq_lens[:, None] + jnp.arange(first, first + rows, dtype=jnp.int32)
-        form: Any = {"tree_mask": tree_mask, "positions": positions}
+        form = {"tree_mask": tree_mask, "positions": positions}
         attention = self._over_pages(tree_attention, seq_lens=seq_lens, **form)
-        windowed = None
-        if (windows := self.windows) is not None:
-            windowed = windows.attend(seq_lens, rows, first=first, **form)
-        return PagedAttend(self.kv_indices(slots), attention, self.implementation, windowed)
+        return PagedAttend(self.kv_indices(slots), attention, self.implementation)
 
-    def move(self, kv: Any, seq_lens: Array, path: Array) -> Any:
+    def commit(self, pools: Pools, seq_lens: Array, path: Array, *, is_chain: bool) -> Pools:
+        """Keep, of the rows after ``seq_lens``, those of an accepted path, as for :meth:`move`."""
+        if is_chain:  # its KV is in place
+            return pools
+        pairs = zip(self.pools, pools, strict=True)
+        return tuple(kv if kv is None else view.move(kv, seq_lens, path) for view, kv in pairs)
+
+    def move(self, kv: Array, seq_lens: Array, path: Array) -> Array:
         """Move the KV of rows ``path`` i32 ``[B, A]`` to rows 0 to A - 1; ``path[:, 0]`` is 0.
 
         Row 0 is at position ``seq_lens``. An entry of -1 moves nothing. ``kv`` is a complete pool.
         """
-        if isinstance(kv, SplitPool):
-            windows = self.windows
-            assert windows is not None
-            full = None if kv.full is None else self.move(kv.full, seq_lens, path)
-            return SplitPool(full, windows.move(kv.windowed, seq_lens, path))
         offsets = jnp.arange(1, path.shape[1], dtype=jnp.int32)
         source = jnp.where(path >= 0, self.kv_indices(seq_lens[:, None] + path), -1)[:, 1:]
         destination = self.kv_indices(seq_lens[:, None] + offsets)
@@ -98,10 +100,6 @@ class PageView:
         ``tree_mask`` is bool ``[B, T, T]`` over the first T tokens of each segment, which has no
         more of them and ``positions`` i32 ``[B, T]``, or ``None`` for causal attention.
         """
-        windowed = None
-        if (windows := self.windows) is not None:
-            form: Any = {"tree_mask": tree_mask, "positions": positions}
-            windowed = windows.attend_packed(segments, **form)
         index = segments.positions // self.page_size
         pages = self.page_table.at[segments.index, index].get(mode="fill", fill_value=0)
         kv_indices = pages * self.page_size + segments.positions % self.page_size
@@ -117,13 +115,13 @@ class PageView:
                 spread = segments.spread(q, tree_mask.shape[1])
                 return segments.gather(by_tree(spread, kv, layer, **options))
 
-            return PagedAttend(kv_indices, tree_rows, self.implementation, windowed)
+            return PagedAttend(kv_indices, tree_rows, self.implementation)
         attend = self._over_pages(prefill_attention, starts=starts, counts=counts)
 
         def attention(q: Array, kv: Array, layer: int, **options: Any) -> Array:
             return attend(q[0], kv, layer, **options)[None]
 
-        return PagedAttend(kv_indices, attention, self.implementation, windowed)
+        return PagedAttend(kv_indices, attention, self.implementation)
 
     def _over_pages(
         self, attention: Callable[..., Array], **segments: Array | None
@@ -142,16 +140,10 @@ class PagedAttend:
     kv_indices: Array  # i32 [B, T], where the new tokens are stored
     attention: Callable[..., Array]  # (q, kv, layer, **options)
     implementation: str | None  # implementation of the kernel that stores
-    windowed: "PagedAttend | None" = None  # for layers with a window in a split pool
 
     def __call__(
-        self, kv: Any, layer: int, q: Array, k: Array, v: Array, rope: RopeTables, **options: Any
-    ) -> tuple[Any, Array]:
-        if isinstance(kv, SplitPool):
-            name, attend = ("windowed", self.windowed) if "window" in options else ("full", self)
-            assert attend is not None
-            pool, out = attend(getattr(kv, name), layer, q, k, v, rope, **options)
-            return replace(kv, **{name: pool}), out
+        self, kv: Array, layer: int, q: Array, k: Array, v: Array, rope: RopeTables, **options: Any
+    ) -> tuple[Array, Array]:
         q, kv = self._store(kv, layer, q, k, v, rope)
         return kv, self.attention(q, kv, layer, **options)
 

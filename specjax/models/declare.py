@@ -1,7 +1,8 @@
-"""Declare weights: the stored tensors that fill each one, the axis to split, and initial values.
+"""Declare caches, and weights: the tensors that fill each one, the axis to split, initial values.
 
-A declaration is metadata of a variable. :class:`~specjax.models.flat.FlatModel` reads it, so that
-loading, exporting, updates and quantised formats need no other description of a network.
+A declaration of a weight is metadata of a variable. :class:`~specjax.models.flat.FlatModel` reads
+both, so that loading, exporting, updates, quantised formats and KV pools need no other description
+of a network.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -101,6 +102,41 @@ def weight(
     parts = (Part(stored, shape),) if isinstance(stored, str) else stored
     metadata: dict[str, Any] = {"split": split, "mean": mean, "stddev": stddev}
     return kind(jax.ShapeDtypeStruct(shape, dtype), recipe=Recipe(parts), **metadata)
+
+
+class Cache(NamedTuple):
+    """Values that a layer keeps of a text. Layers with equal caches share a pool."""
+
+    per_token: jax.ShapeDtypeStruct  # of one token, for example [2, KV, H]
+    window: int | None = None  # number of last tokens that a row reads; None: all
+
+
+def pool_windows(caches: Sequence[Cache]) -> tuple[int, ...]:
+    """The windows for which layers may have pools of their own, after the first pool."""
+    return tuple(sorted({cache.window for cache in caches if cache.window is not None}))
+
+
+def pool_layers(caches: Sequence[Cache], num_pools: int) -> tuple[list[int], ...]:
+    """The layers of each pool: of the first, those without a window, or if it is alone, all."""
+    if num_pools == 1:
+        return (list(range(len(caches))),)
+    windows = None, *pool_windows(caches)
+    return tuple([i for i, x in enumerate(caches) if x.window == window] for window in windows)
+
+
+def pool_shapes(caches: Sequence[Cache], num_kv: Sequence[int]) -> tuple[Any, ...]:
+    """Shapes ``[L, KV indices, *per_token]`` of pools with ``num_kv`` KV indices each.
+
+    A pool without layers is ``None``.
+    """
+
+    def shape(layers: Sequence[int], count: int) -> jax.ShapeDtypeStruct | None:
+        if not layers:
+            return None
+        (token,) = {caches[i].per_token for i in layers}
+        return jax.ShapeDtypeStruct((len(layers), count, *token.shape), token.dtype)
+
+    return tuple(map(shape, pool_layers(caches, len(num_kv)), num_kv))
 
 
 class Leaf(NamedTuple):

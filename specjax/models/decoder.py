@@ -14,12 +14,11 @@ from jax import Array
 
 from specjax.config import ModelConfig
 from specjax.kernels.backend import resolve
-from specjax.models.declare import Part
+from specjax.models.declare import Cache, Part, pool_layers
 from specjax.models.layers import Attend, DecoderLayer, Embedding, Linear
 from specjax.models.registry import layer_kinds
 from specjax.models.rope import rope_tables
 from specjax.models.weights import dot, take_outputs
-from specjax.types import SplitPool
 
 
 class CausalLM(nnx.Module):
@@ -45,15 +44,16 @@ class CausalLM(nnx.Module):
         tokens: Array,
         positions: Array,
         kv: Any,
-        attend: Attend,
+        attend: Attend | tuple[Attend, ...],
         feature_layers: tuple[int, ...] = (),
     ) -> tuple[Array, Array, Any]:
         """Return hidden states ``[B, T, D]`` after the final norm, features ``[B, T, F]`` and kv.
 
         Tokens and rotary positions are i32 ``[B, T]``. ``kv`` is the state that ``attend`` updates
-        (a KV pool, a dense cache, or nothing). The features are the un-normed residual stream after
-        each of ``feature_layers`` (EAGLE-3's auxiliary hidden states). If ``feature_layers`` is
-        empty, the feature is the hidden state, as in EAGLE-1/2.
+        (a KV pool, a dense cache, or nothing), or both are tuples, with an entry for each pool. The
+        features are the un-normed residual stream after each of ``feature_layers`` (EAGLE-3's
+        auxiliary hidden states). If ``feature_layers`` is empty, the feature is the hidden state,
+        as in EAGLE-1/2.
         """
         x = self.embedding(tokens)
         if self.config.embedding_scale != 1.0:
@@ -62,28 +62,32 @@ class CausalLM(nnx.Module):
         ropes = dict.fromkeys(layer.kind.rope for layer in self.layers)
         tables = {rope: rope_tables(rope, positions) for rope in ropes}
 
-        def run(structure: Any, weights: Any, *inputs: Any) -> Any:
-            return nnx.merge(structure, weights)(*inputs, attend)
+        attends = attend if isinstance(attend, tuple) else (attend,)
+        pools = [*kv] if attends is attend else [kv]
+
+        def run(pool: int, structure: Any, weights: Any, *inputs: Any) -> Any:
+            return nnx.merge(structure, weights)(*inputs, attends[pool])
 
         if resolve(self.implementation) != "xla":
             # kernels take the layer index as an operand, so one trace serves all layers. With 32
             # layers, this saves a third of the tracing time and gives the same program
-            run = jax.jit(run, static_argnums=0, inline=True)
-        places = self._places(kv)
+            run = jax.jit(run, static_argnums=(0, 1), inline=True)
+        layers = enumerate(pool_layers(self.caches, len(pools)))
+        places = {i: (pool, index) for pool, members in layers for index, i in enumerate(members)}
         outputs = {}
         for i, layer in enumerate(self.layers):
-            inputs = x, delta, tables[layer.kind.rope], kv, places[i]
-            outputs[i - 1], x, delta, kv = run(*nnx.split(layer), *inputs)
+            pool, index = places[i]
+            inputs = x, delta, tables[layer.kind.rope], pools[pool], index
+            outputs[i - 1], x, delta, pools[pool] = run(pool, *nnx.split(layer), *inputs)
         outputs[len(self.layers) - 1], hidden = self.norm.add(x, delta)
         features = [outputs[i] for i in feature_layers]
-        return hidden, jnp.concatenate(features, axis=-1) if features else hidden, kv
+        updated = tuple(pools) if attends is attend else pools[0]
+        return hidden, jnp.concatenate(features, axis=-1) if features else hidden, updated
 
-    def _places(self, kv: Any) -> list[int]:
-        """The index of each layer in its pool."""
-        if not isinstance(kv, SplitPool):
-            return list(range(len(self.layers)))
-        slides = [layer.kind.window is not None for layer in self.layers]
-        return [slides[:i].count(own) for i, own in enumerate(slides)]
+    @property
+    def caches(self) -> tuple[Cache, ...]:
+        """The cache of each layer."""
+        return tuple(layer.attention.cache for layer in self.layers)
 
     def logits(self, hidden: Array) -> Array:
         """Float32 logits ``[..., V]`` of final hidden states ``[..., D]``."""

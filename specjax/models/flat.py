@@ -15,7 +15,7 @@ from flax import nnx
 from jax import Array
 
 from specjax.config import ModelConfig, TransformerConfig
-from specjax.models.declare import Recipes, leaves
+from specjax.models.declare import Cache, Recipes, leaves
 from specjax.models.decoder import CausalLM
 from specjax.models.placement import Placement
 
@@ -30,7 +30,8 @@ class FlatModel(Generic[M]):
     ``names[i]`` is the dotted path of weight ``i``, for example ``layers.0.attention.qkv.kernel``
     (``....kernel.values`` and so on if quantised). ``initial[i]`` is the mean and
     standard deviation of its random initial values, and ``splits[i]`` the axis that a mesh may
-    cut. ``recipes`` says by name which tensors of a checkpoint fill the weights.
+    cut. ``recipes`` says by name which tensors of a checkpoint fill the weights. ``caches`` are
+    those of a target's layers.
     """
 
     graphdef: Any
@@ -40,17 +41,20 @@ class FlatModel(Generic[M]):
     initial: tuple[tuple[float, float], ...] = ()
     splits: tuple[str | None, ...] = ()
     recipes: Recipes = field(default_factory=dict, hash=False)
+    caches: tuple[Cache, ...] = ()
 
     @classmethod
     def of(cls, build: Callable[[], M]) -> "FlatModel[M]":
         """The structure of the module that ``build`` returns, whose weights may be abstract."""
-        graphdef, state = nnx.split(build())
+        module = build()
+        graphdef, state = nnx.split(module)
         arrays, treedef = jax.tree.flatten(state)
         abstract = tuple(jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays)
         paths, initial, splits, recipes = zip(*leaves(state), strict=True)
         names = tuple(".".join(map(str, path)) for path in paths)
         by_name = {name: recipe for name, recipe in zip(names, recipes, strict=True) if recipe}
-        return cls(graphdef, treedef, names, abstract, initial, splits, by_name)
+        caches = module.caches if isinstance(module, CausalLM) else ()
+        return cls(graphdef, treedef, names, abstract, initial, splits, by_name, caches)
 
     @classmethod
     def empty(cls) -> "FlatModel[Any]":

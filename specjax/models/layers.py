@@ -19,9 +19,9 @@ from jax import Array
 
 from specjax.config import Dtypes, Rope, TransformerConfig
 from specjax.kernels.add_norm import add_norm, rms_norm, whole
-from specjax.kernels.backend import INVARIANT, resolve
+from specjax.kernels.backend import INVARIANT, WORD, resolve
 from specjax.kernels.rope_store import normed, rotate
-from specjax.models.declare import Part, Recipe, joined, weight
+from specjax.models.declare import Cache, Part, Recipe, joined, weight
 from specjax.models.rope import RopeTables, rotated_rows
 from specjax.models.weights import abstract_kernel, dot, dot_transposed, partial_dot, take_outputs
 
@@ -272,6 +272,13 @@ def dense_attention(
         return jax.nn.dot_product_attention(q, k, v, mask=mask, **options)
 
 
+def token_kv(dtype: jnp.dtype, kv_heads: int, dim: int) -> jax.ShapeDtypeStruct:
+    """The key and value of a token as a layer stores them, see ``kernels/kv_format.py``."""
+    if dtype.itemsize == 1:
+        return jax.ShapeDtypeStruct((2, kv_heads, dim // 2), WORD)
+    return jax.ShapeDtypeStruct((2, kv_heads, dim), dtype)
+
+
 class Attention(nnx.Module):
     """Grouped-query self-attention with rotary positions; ``attend`` manages keys and values."""
 
@@ -307,6 +314,11 @@ class Attention(nnx.Module):
         self.k_norm = norm(sizes[1], f"{at}k_norm", factor=1 / of_norm) if has_norms else None
         sinks = partial(weight, kind.tensor(f"{at}sinks"), (heads,), kind.dtypes.activations)
         self.sinks = sinks(split="out") if kind.sinks else None
+
+    @property
+    def cache(self) -> Cache:
+        """Keys and values."""
+        return Cache(token_kv(self.kind.dtypes.kv, *self.shape[1:]), self.kind.window)
 
     def __call__(
         self,

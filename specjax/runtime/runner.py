@@ -12,13 +12,13 @@ from specjax.checks import refused
 from specjax.compiling.cache import CompileCache
 from specjax.compiling.pool import CompilePool
 from specjax.kv.pages import PageView
+from specjax.models.declare import pool_shapes
 from specjax.models.flat import Networks, Weights
 from specjax.runtime.functions import STAGES, RoundFunctions, Watch, staged_rounds
 from specjax.runtime.runner_config import RunnerConfig, pick_bucket
 from specjax.sampling.logit_processor import abstract_states, needs_history
 from specjax.sampling.params import SamplingParams
 from specjax.sampling.table import HostTables, check_slot_limits, pack_sampling
-from specjax.speculative.algorithm import target_pool
 from specjax.speculative.future_map import DeviceState, FutureMap
 from specjax.speculative.prefill import Chunk, pack_chunks
 from specjax.speculative.round import SlotInputs, TargetPass
@@ -59,10 +59,9 @@ class Dispatched:
 
 
 def _pages_of(runner: "ModelRunner") -> PageView:
-    tables, config = runner.tables, runner.config
-    windows = None if tables.window_table is None else tables.window_table.copy()
-    pages: Any = tables.page_table.copy(), windows
-    return PageView(pages[0], config.page_size, config.implementation, pages[1])
+    config, tables = runner.config, runner.tables
+    pages: Any = tuple(tables.page_tables.copy())
+    return PageView(pages, config.page_size, config.implementation)
 
 
 # How to read each of the SlotInputs on the host, to upload it before a dispatch of a slot in
@@ -99,7 +98,7 @@ class ModelRunner:
             config.pages_per_request,
             vocab_size,
             has_masks=config.has_grammars,
-            has_windows=config.num_window_pages > 0,
+            num_pools=len(config.num_kv),
         )
         depth = max(shape.depth for shape in config.shapes)
         self._calibration = np.zeros(1 + depth + config.num_slots, np.float32)
@@ -115,7 +114,7 @@ class ModelRunner:
         """Shapes and dtypes of the device state: KV pools, and rows between rounds."""
         nets, config, sizes = self.networks, self.config, self.config.sizes
         algorithm = config.algorithm
-        target: Any = target_pool(nets.target_config, sizes.num_kv, config.num_window_kv)
+        target = pool_shapes(nets.target.caches, config.num_kv)
         pools = KVPools(target=target, draft=algorithm.abstract_state(nets, sizes))
         future = algorithm.create_future_map(
             config.num_slots - 1,
@@ -235,20 +234,16 @@ class ModelRunner:
             future = self.compiled["record_cached",](self.on_device.future, *arguments)
             self.on_device = replace(self.on_device, future=future)
 
-    def set_pages(self, slot: int, pages: Sequence[int], first: int = 0) -> None:
-        """Write a slot's page table from entry ``first`` on; later entries become 0."""
-        self.tables.set_pages(slot, pages, first)
-
-    def set_window_pages(self, slot: int, pages: Sequence[int], first: int = 0) -> None:
-        """Write a slot's table of window pages from entry ``first`` on; later entries become 0."""
-        self.tables.set_window_pages(slot, pages, first)
+    def set_pages(self, slot: int, pages: Sequence[int], first: int = 0, pool: int = 0) -> None:
+        """Write a slot's page table of a pool from entry ``first`` on; later entries become 0."""
+        self.tables.set_pages(slot, pages, first, pool)
 
     def set_measured_pages(self, slot: int, num_pages: int) -> None:
         """Give a slot pages for a measurement; slots may then have the same window pages."""
         pages = range(1 + (slot - 1) * num_pages, 1 + slot * num_pages)
         self.set_pages(slot, pages)
-        if count := self.config.num_window_pages:
-            self.set_window_pages(slot, [1 + page % (count - 1) for page in pages])
+        for pool, (_, count) in enumerate(self.config.window_pages, start=1):
+            self.set_pages(slot, [1 + page % (count - 1) for page in pages], pool=pool)
 
     def clear_slot(self, slot: int) -> None:
         """Detach a slot from its pages; rounds in flight run before those of the next request."""

@@ -9,16 +9,17 @@ from typing import Any, NamedTuple
 
 import jax
 
-from specjax.config import ModelConfig, TransformerConfig
+from specjax.config import TransformerConfig
 from specjax.kernels.backend import resolve
 from specjax.kernels.invariant_attention import BLOCK, ENOUGH_PROGRAMS
 from specjax.kernels.invariant_dot import num_parts
 from specjax.kv.holding import KVWrites
 from specjax.kv.window_pages import pages_wanted
+from specjax.models.declare import Cache, pool_shapes, pool_windows
 from specjax.models.flat import Networks
 from specjax.models.weights import MAX_FUSED_ROWS
 from specjax.sampling.accept_draws import COUPLED, Acceptance
-from specjax.speculative.algorithm import SpeculativeAlgorithm, StateSizes, target_pool
+from specjax.speculative.algorithm import SpeculativeAlgorithm, StateSizes
 from specjax.types import DraftShape
 
 
@@ -50,8 +51,8 @@ class RunnerConfig:
     implementation: str | None = None  # implementation of all kernels, as in backend.resolve
     reads_confidence: bool = False  # report confidences of drafts; needed by packed tiers
     deterministic: bool = False  # bits of a row do not depend on other rows
-    # pages of a separate pool for layers with a window, with its padding page; 0 if there is none
-    num_window_pages: int = 0
+    # window, and pages with the padding page, of each pool after the first; see models/declare.py
+    window_pages: tuple[tuple[int, int], ...] = ()
     has_grammars: bool = False  # rounds can be split, so that the host can mask tokens
 
     def __post_init__(self) -> None:
@@ -124,18 +125,19 @@ class RunnerConfig:
 
     @property
     def max_window_tokens(self) -> int | None:
-        """The same for the pool of layers with a window, if there is one."""
-        return (self.num_window_pages - 1) * self.page_size if self.num_window_pages else None
+        """The same for the pools of layers with windows, if there are any."""
+        others = self.num_kv[1:]
+        return sum(others) - len(others) * self.page_size if others else None
 
     @property
-    def num_window_kv(self) -> int:
-        """Number of KV indices in the pool of layers with a window."""
-        return self.num_window_pages * self.page_size
+    def num_kv(self) -> tuple[int, ...]:
+        """Number of KV indices in each pool: pages times page size, with padding pages."""
+        counts = self.num_pages, *(count for _, count in self.window_pages)
+        return tuple(count * self.page_size for count in counts)
 
     @property
     def sizes(self) -> StateSizes:
-        num_kv = self.num_pages * self.page_size
-        return StateSizes(self.num_slots, num_kv, self.context, self.largest)
+        return StateSizes(self.num_slots, self.num_kv[0], self.context, self.largest)
 
 
 # number of padding tokens that cost as much as another call (Llama-3.1-8B: 150)
@@ -167,7 +169,7 @@ class MemoryNeeds(NamedTuple):
     weight_bytes: int  # weights, and state whose size does not depend on the KV pool
     token_bytes: int  # state per token in the KV pool
     temporary_bytes: int  # upper bound while a function runs and KV arrives from a prefill worker
-    # KV pool of the layers with a window, if they have their own
+    # KV pools of the layers with windows, if they have their own
     window_bytes: int = 0
 
 
@@ -178,7 +180,7 @@ def memory_needs(networks: Networks, config: RunnerConfig, transit_tokens: int =
     """
     one, two = (_state_bytes(networks, config, num_kv) for num_kv in (1, 2))
     token_bytes = two - one
-    window_bytes = tree_bytes(target_pool(networks.target_config, 0, config.num_window_kv))
+    window_bytes = tree_bytes(pool_shapes(networks.target.caches, (0, *config.num_kv[1:])))
     num_features = len(config.algorithm.feature_layers(networks))
     # the draft may be wider than the target
     temporary = max(temporary_bytes(model, config, num_features) for model in networks.configs)
@@ -189,27 +191,21 @@ def memory_needs(networks: Networks, config: RunnerConfig, transit_tokens: int =
 
 def _state_bytes(networks: Networks, config: RunnerConfig, num_kv: int) -> int:
     sizes = config.sizes._replace(num_kv=num_kv)
-    pool = target_pool(networks.target_config, num_kv, config.num_window_kv)
-    return tree_bytes((config.algorithm.abstract_state(networks, sizes), pool))
+    pools = pool_shapes(networks.target.caches, (num_kv, *config.num_kv[1:]))
+    return tree_bytes((config.algorithm.abstract_state(networks, sizes), pools))
 
 
 def tree_bytes(arrays: Any) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(arrays))
 
 
-def num_window_pages(model: ModelConfig, config: RunnerConfig) -> int:
-    """Number of pages in a pool for the layers with a window; 0 if this would save little."""
-    if not any(model.windows):
-        return 0
-    slots = config.num_slots - 1
-    count = pages_wanted(
-        max(model.windows),
-        config.kv_writes,
-        config.page_size,
-        num_requests=slots,
-        chunk=config.prefill_buckets[-1],
-    )
-    return count if 4 * count < 3 * slots * config.pages_per_request else 0
+def window_pages(caches: Sequence[Cache], config: RunnerConfig) -> tuple[tuple[int, int], ...]:
+    """Windows and numbers of pages of pools for them; empty if these would save little."""
+    slots, form = config.num_slots - 1, (config.kv_writes, config.page_size)
+    sizes: Any = {"num_requests": slots, "chunk": config.prefill_buckets[-1]}
+    pools = tuple((window, pages_wanted(window, *form, **sizes)) for window in pool_windows(caches))
+    most = 3 * slots * config.pages_per_request
+    return pools if all(4 * count < most for _, count in pools) else ()
 
 
 def device_memory(device: jax.Device) -> int:

@@ -95,11 +95,9 @@ class HostTables:
         vocab_size: int,
         *,
         has_masks: bool = False,
-        has_windows: bool = False,
+        num_pools: int = 1,
     ) -> None:
-        self.page_table = np.zeros((num_slots, pages_per_request), np.int32)  # [R, P]
-        # [R, P], the pages of layers with a window, if these have a pool of their own
-        self.window_table = np.zeros_like(self.page_table) if has_windows else None
+        self.page_tables = np.zeros((num_pools, num_slots, pages_per_request), np.int32)
         self.sampling = neutral_sampling(num_slots, vocab_size)
         self._neutral = self.sampling[0].copy()
         # [R], whether a slot needs only the most likely token
@@ -112,30 +110,18 @@ class HostTables:
         # by input, the slots whose copy on the device is out of date; at first, all of them
         self.stale: defaultdict[str, set[int]] = defaultdict(lambda: set(range(num_slots)))
 
-    def set_pages(self, slot: int, pages: Sequence[int], start: int) -> None:
-        self._write(self.page_table[slot], pages, start)
-        if self.window_table is not None:
-            self.window_table[slot, start:] = 0
+    def set_pages(self, slot: int, pages: Sequence[int], first: int, pool: int = 0) -> None:
+        """Write a slot's pages in a pool; those of the first pool have none in the others yet."""
+        self.page_tables[pool : None if pool == 0 else pool + 1, slot, first:] = 0
+        self.page_tables[pool, slot, first : first + len(pages)] = pages
         self.stale["pages"].add(slot)
-
-    def set_window_pages(self, slot: int, pages: Sequence[int], start: int) -> None:
-        assert self.window_table is not None
-        self._write(self.window_table[slot], pages, start)
-        self.stale["pages"].add(slot)
-
-    @staticmethod
-    def _write(row: np.ndarray, pages: Sequence[int], start: int) -> None:
-        row[start : start + len(pages)] = pages
-        row[start + len(pages) :] = 0
 
     def clear(self, slot: int) -> None:
         """Make a slot equal to padding slot 0.
 
         Nothing is uploaded, because the slot is set again before any dispatch uses it.
         """
-        self.page_table[slot] = 0
-        if self.window_table is not None:
-            self.window_table[slot] = 0
+        self.page_tables[:, slot] = 0
         self.sampling[slot] = self._neutral
         self.is_greedy[slot] = True
         self.wants_hidden_states[slot] = False

@@ -9,6 +9,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Hashable, Iterable
+from functools import partial
 
 from specjax.adaptive.controller import TierController
 from specjax.checks import ParameterError
@@ -77,14 +78,12 @@ class Scheduler:
         self._runner, config = runner, runner.config
         self._allocator = PageAllocator(config.num_pages, config.page_size)
         lookahead = config.algorithm.lookahead if caches_prefixes else None
-        followers = []
-        if count := config.num_window_pages:
-            window = max(runner.networks.target_config.windows)
-            form = config.page_size, window, config.kv_writes
-            followers = [WindowPages(count, *form, runner.set_window_pages)]
-        self._budget = PageBudget(
-            self._allocator, config.kv_writes, runner.set_pages, lookahead, followers
-        )
+        size, writes = config.page_size, config.kv_writes
+        followers = [
+            WindowPages(count, size, window, writes, partial(runner.set_pages, pool=pool))
+            for pool, (window, count) in enumerate(config.window_pages, start=1)
+        ]
+        self._budget = PageBudget(self._allocator, writes, runner.set_pages, lookahead, followers)
         self._run_ahead = run_ahead
         self._max_waiting, self._max_stall = max_waiting_requests, max_prefill_stall
         self._clock = clock

@@ -10,20 +10,20 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax import Array
 
 from specjax.compiling.digest import source_facts
 from specjax.config import MAX_STEPS, ModelConfig
-from specjax.kernels.backend import INVARIANT, WORD
+from specjax.kernels.backend import INVARIANT
 from specjax.kv.pages import PagedAttend, PageView, Segments
 from specjax.models.decoder import CausalLM
 from specjax.models.flat import FlatModel, Networks
+from specjax.models.layers import token_kv
 from specjax.models.placement import Placement
 from specjax.sampling.draw import SamplingConfig
 from specjax.speculative.future_map import FutureMap
 from specjax.speculative.tree import chain_input
-from specjax.types import DraftShape, SamplingTable, SplitPool, VerifyInput, VerifyOutput
+from specjax.types import DraftShape, SamplingTable, VerifyInput, VerifyOutput
 
 if TYPE_CHECKING:
     from specjax.speculative.registry import CustomSpecAlgo as CustomSpecAlgo
@@ -53,10 +53,10 @@ class Batch:
     draw: SamplingConfig  # how the target draws its tokens
 
     @property
-    def target_pages(self) -> PageView:
-        """The pages, with the attention of the target, which may differ from that of the draft."""
-        how = self.target.implementation
-        return replace(self.pages, implementation=how) if how in INVARIANT else self.pages
+    def target_pages(self) -> tuple[PageView, ...]:
+        """The pages in each pool, with the target's attention; the draft's may be another."""
+        how, pages = self.target.implementation, self.pages
+        return (replace(pages, implementation=how) if how in INVARIANT else pages).pools
 
     @property
     def history(self) -> Array:
@@ -379,26 +379,8 @@ if not TYPE_CHECKING:  # registry imports this module, and authors import only f
 
 def kv_pool(config: Any, num_kv: int) -> jax.ShapeDtypeStruct:
     """Shape and dtype of the KV pool of a network, see ``kernels/kv_format.py``."""
-    return _pool(config, config.num_layers, num_kv)
-
-
-def _pool(config: Any, layers: int, num_kv: int) -> jax.ShapeDtypeStruct:
-    dtype, width = jnp.dtype(config.dtypes.kv), config.head_dim
-    if dtype.itemsize == 1:
-        dtype, width = WORD, width // 2
-    return jax.ShapeDtypeStruct((layers, num_kv, 2, config.num_kv_heads, width), dtype)
-
-
-def target_pool(
-    config: ModelConfig, num_kv: int, num_window_kv: int = 0
-) -> jax.ShapeDtypeStruct | SplitPool:
-    """Shapes of the target's KV pool; split if layers with a window have ``num_window_kv``."""
-    if not num_window_kv:
-        return kv_pool(config, num_kv)
-    count, layers = sum(map(bool, config.windows)), config.num_layers
-    full: Any = _pool(config, layers - count, num_kv) if count < layers else None
-    windowed: Any = _pool(config, count, num_window_kv)
-    return SplitPool(full, windowed)
+    token = token_kv(config.dtypes.kv, config.num_kv_heads, config.head_dim)
+    return jax.ShapeDtypeStruct((config.num_layers, num_kv, *token.shape), token.dtype)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ the new state first. A request that may not produce more tokens is treated as pa
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,8 +24,8 @@ from specjax.speculative.tree import accept, drawn_count, spread_count, truncate
 from specjax.types import (
     DraftShape,
     NodeOutputs,
+    Pools,
     RoundOutput,
-    TargetPool,
     VerifyInput,
     VerifyOutput,
 )
@@ -98,36 +98,36 @@ class TargetPass(NamedTuple):
 
 
 def run_target(
-    batch: Batch, kv: TargetPool, tree: VerifyInput, config: RoundConfig
-) -> tuple[TargetPass, TargetPool]:
+    batch: Batch, kv: Pools, tree: VerifyInput, config: RoundConfig
+) -> tuple[TargetPass, Pools]:
     """Run the target once over a drafted tree.
 
     A chain needs no attention mask, because its mask is causal.
     """
     target, shape = batch.target, config.shape
     mask = None if shape.topk == 1 else tree.tree_mask
+    form: Any = {"tree_mask": mask, "positions": tree.positions}
     drafts, positions, rows = tree.draft_tokens, tree.positions, None
     if shape.packed:
         rows = verified_rows(tree, shape, batch.slots)
-        attend = batch.target_pages.attend_packed(rows, tree_mask=mask, positions=tree.positions)
+        attend = tuple(pages.attend_packed(rows, **form) for pages in batch.target_pages)
         drafts, positions = rows.gather(drafts), rows.gather(positions)
     else:
-        attend = batch.target_pages.attend(
-            batch.seq_lens, shape.nodes, tree_mask=mask, positions=tree.positions
-        )
+        lens, count = batch.seq_lens, shape.nodes
+        attend = tuple(pages.attend(lens, count, **form) for pages in batch.target_pages)
     hidden, features, kv = target(drafts, positions, kv, attend, config.feature_layers)
     return TargetPass(target.logits(hidden), hidden, features, rows), kv
 
 
 def judge(
     batch: Batch,
-    kv: TargetPool,
+    kv: Pools,
     future: FutureMap,
     tree: VerifyInput,
     passed: TargetPass,
     config: RoundConfig,
     masks: Array | None = None,
-) -> tuple[VerifyOutput, TargetPool, FutureMap]:
+) -> tuple[VerifyOutput, Pools, FutureMap]:
     """Draw the target's token after every row, and accept drafts.
 
     ``masks`` i32 ``[B, T, V / 32]`` are the bits of the tokens that a grammar allows. The KV of a
@@ -172,8 +172,7 @@ def judge(
         bits = jax.lax.bitcast_convert_type(found, jnp.int32)
         parts = verified.packed[:, :-3], bits, verified.packed[:, -3:]
         verified = replace(verified, packed=jnp.concatenate(parts, axis=1))
-    if not is_chain:
-        kv = batch.pages.move(kv, batch.seq_lens, verified.accept_index)
+    kv = batch.pages.commit(kv, batch.seq_lens, verified.accept_index, is_chain=is_chain)
     return verified, kv, future
 
 

@@ -102,7 +102,7 @@ def test_tokens_of_a_tree_are_those_of_dense_decoding(family: Any) -> None:
     shape = {"speculative_eagle_topk": 3, "speculative_num_draft_tokens": 12}
     prompts = np.random.default_rng(0).integers(60, size=(2, 30)).tolist()
     with family[1].engine(dtype="float32", **shape) as engine:
-        assert engine.runner.config.num_window_pages > 0
+        assert engine.runner.config.window_pages
         assert check_tokens(engine, prompts, count=40) > 20
 
 
@@ -115,7 +115,7 @@ def test_layers_share_a_pool_where_two_do_not_fit(family: Any, monkeypatch: Any)
     monkeypatch.setattr(plan, "MEMORY_GRANULE", 1)
     monkeypatch.setattr(plan.sizing, "device_memory", lambda _: room)
     small = plan_engine(args)
-    assert small.config.num_window_pages == small.needs.window_bytes == 0
+    assert (small.config.window_pages, small.needs.window_bytes) == ((), 0)
 
 
 @pytest.mark.slow
@@ -135,6 +135,6 @@ def test_engines_equal_plain_decoding(family, drafts, plain, index, device) -> N
     trial = Trial(files, plain, rng, options)
     counts = trial.run(BATCHES)
     print(name, row, dict(counts))
-    assert (trial.engine.runner.config.num_window_pages > 0) == is_split
+    assert bool(trial.engine.runner.config.window_pages) == is_split
     for seen in SEEN:
         assert counts[seen] > 0, seen

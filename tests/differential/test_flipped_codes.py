@@ -48,7 +48,7 @@ def run(kind: str, block: int, given: list[Any] | None = None) -> tuple[np.ndarr
     flat = FlatModel.of(partial(CausalLM, config, "xla"))
     pages = TOKENS // PAGE
     table = 1 + np.arange(REQUESTS * pages, dtype=np.int32).reshape(REQUESTS, pages)
-    view = PageView(jnp.asarray(table), PAGE, "xla")
+    view = PageView((jnp.asarray(table),), PAGE, "xla")
 
     @jax.jit
     def step(values: Any, tokens: Any, start: Any, pool: Any, given: Any) -> Any:

@@ -277,7 +277,7 @@ def test_dummy_weights_in_bfloat16_and_simulated_acceptance(files, tmp_path) -> 
         weights, head = made.runner.weights
         assert {w.dtype for w in weights} == {jnp.dtype(jnp.bfloat16)}
         assert {w.dtype for w in head} == {jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.int32)}
-        assert made.runner.on_device.pools.target.dtype == jnp.bfloat16
+        assert made.runner.on_device.pools.target[0].dtype == jnp.bfloat16
         first, again = made.generate([TEXTS[1]] * 2, GREEDY)
         assert first["output_ids"] == again["output_ids"]
         check_result(first, len(TEXTS[1]))

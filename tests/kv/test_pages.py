@@ -98,7 +98,7 @@ def test_a_pool_needs_more_than_the_padding_page() -> None:
 
 
 def view_of(*tables: list[int], page_size: int = 4) -> PageView:
-    return PageView(jnp.array(tables, jnp.int32), page_size, "xla")
+    return PageView((jnp.array(tables, jnp.int32),), page_size, "xla")
 
 
 def test_kv_indices_follow_the_page_table() -> None:
@@ -143,6 +143,22 @@ def test_attend_stores_after_the_sequences() -> None:
             if page < len(table):
                 expected[table[page] * 4 + (start + t) % 4] = b, t
     check_stored(view, attend, (2, rows), expected)
+
+
+def test_an_accepted_path_is_kept_in_each_pool() -> None:
+    """The first pool has no layers."""
+    tables, path = ([5, 0], [3, 1], [2, 4]), jnp.array([[0, 2, 3, -1]], jnp.int32)
+    view = PageView(tuple(jnp.array([table], jnp.int32) for table in tables), 4, "xla")
+    lens = jnp.array([2], jnp.int32)
+    rng = np.random.default_rng(0)
+    pools = (None, *(np.float32(rng.normal(size=(2, 24, 2, 2, 4))) for _ in range(2)))
+    committed = jax.jit(partial(view.commit, is_chain=False))(pools, lens, path)
+    assert committed[0] is None
+    for table, before, after in zip(tables[1:], pools[1:], committed[1:], strict=True):
+        expected, at = before.copy(), [table[i // 4] * 4 + i % 4 for i in range(8)]
+        expected[:, [at[3], at[4]]] = before[:, [at[4], at[5]]]
+        np.testing.assert_array_equal(after, expected)
+    assert view.commit(pools, lens, path, is_chain=True) is pools
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from flax import nnx
 from specjax.checkpoints.tensors import TensorInfo, TensorSource, make_weight
 from specjax.config import Quantization
 from specjax.models import registry
-from specjax.models.declare import weight
+from specjax.models.declare import Cache, pool_layers, pool_shapes, pool_windows, weight
 from specjax.models.decoder import CausalLM
 from specjax.models.family import alike
 from specjax.models.flat import FlatModel
@@ -64,6 +65,8 @@ def test_a_declared_matrix_has_quantised_forms() -> None:
 
 class Gain(nnx.Module):
     """A mixer that multiplies each input."""
+
+    cache = Cache(jax.ShapeDtypeStruct((3,), jnp.int8))
 
     def __init__(self, config: Any, kind: Any, at: str) -> None:
         self.gain = weight(f"{at}mixer.gain", (config.hidden_size,), jnp.float32, mean=3.0)
@@ -115,3 +118,16 @@ def test_layers_of_one_kind_have_equal_structures() -> None:
     first, second, *_ = (nnx.split(layer)[0] for layer in CausalLM(config).layers)
     assert first == second
     assert hash(first) == hash(second)
+
+
+def test_layers_with_equal_caches_share_a_pool() -> None:
+    config = replace(TARGET, num_layers=4, windows=(8, 0, 8, 5))
+    caches, token = CausalLM(config).caches, (2, TARGET.num_kv_heads, TARGET.head_dim)
+    assert pool_windows(caches) == (5, 8)
+    assert pool_layers(caches, 1) == ([0, 1, 2, 3],)
+    assert pool_layers(caches, 3) == ([1], [3], [0, 2])
+    shapes = [shape.shape for shape in pool_shapes(caches, (40, 12, 20))]
+    assert shapes == [(1, 40, *token), (1, 12, *token), (2, 20, *token)]
+    assert [shape.shape for shape in pool_shapes(caches, (40,))] == [(4, 40, *token)]
+    first, second = pool_shapes(caches[::2], (40, 20))
+    assert (first, second.shape) == (None, (2, 20, *token))

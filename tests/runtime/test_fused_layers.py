@@ -94,7 +94,7 @@ def test_a_block_drafter_computes_the_same(dtype: str, limit: float) -> None:
     def run(implementation: str) -> tuple[jax.Array, jax.Array]:
         flat = FlatModel.of(partial(BlockDraft, config, implementation=implementation))
         draft, table = flat.rebuild(random_weights(flat, 3)), jnp.arange(1, 11).reshape(2, 5)
-        pages, zero = PageView(table, 4, implementation), jnp.zeros(2, jnp.int32)
+        pages, zero = PageView((table,), 4, implementation), jnp.zeros(2, jnp.int32)
         kv = jnp.zeros(kv_pool(config, 44).shape, config.dtypes.kv)
         places = jnp.broadcast_to(jnp.arange(13, dtype=jnp.int32), (2, 13))
         kv = draft.store(features, places, kv, pages.store(zero, 13))

@@ -34,7 +34,7 @@ def pool_copies(runner: ModelRunner, text: str) -> list[str]:
     """Copies of a complete KV pool in the text of a compiled function."""
     pools = runner.abstract_state.pools
     copies = []
-    for pool in (pools.target, pools.draft):
+    for pool in (*pools.target, pools.draft):
         assert hlo_shape(pool) in text
         copies += re.findall(rf"= {re.escape(hlo_shape(pool))}\S* copy(?:-start)?\(", text)
     return copies
@@ -150,6 +150,6 @@ def test_tables_go_to_the_device_with_the_first_dispatch_of_a_slot_that_changed(
     pages, sampling = copies()
     assert pages is not before[0]
     assert sampling is not before[1]
-    np.testing.assert_array_equal(pages, runner.tables.page_table)
+    np.testing.assert_array_equal(pages, runner.tables.page_tables[0])
     for slot in (1, 2):
         runner.clear_slot(slot)

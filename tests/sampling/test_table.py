@@ -87,7 +87,7 @@ def test_a_cleared_slot_is_neutral_and_not_uploaded():
         slots.clear()
     made.clear(1)
     np.testing.assert_array_equal(made.sampling, HostTables(3, 4, V).sampling)
-    assert not made.page_table.any()
+    assert not made.page_tables[0].any()
     assert made.is_greedy.all()
     # no dispatch uses a cleared slot, so there is nothing to upload
     assert dict(made.stale) == {"pages": set(), "sampling": set()}
@@ -173,7 +173,7 @@ def test_pages_are_written_from_an_entry_on():
     made = HostTables(2, 5, V)
     made.set_pages(1, [4, 5, 6], 0)
     made.set_pages(1, [9], 2)
-    assert made.page_table.tolist() == [[0] * 5, [4, 5, 9, 0, 0]]
+    assert made.page_tables[0].tolist() == [[0] * 5, [4, 5, 9, 0, 0]]
 
 
 @pytest.mark.parametrize(
@@ -241,3 +241,16 @@ def test_plain_batches_have_a_separate_function_on_gpus():
     assert called == ["greedy_round"] * 3 + ["round"]
     made.clear_slot(1)
     made.clear_slot(2)
+
+
+def test_pages_of_other_pools_follow_those_of_the_first() -> None:
+    tables = HostTables(3, 5, 64, num_pools=3)
+    tables.set_pages(1, [4, 5, 9], 0)
+    tables.set_pages(1, [6], 1, pool=1)
+    tables.set_pages(1, [2, 3], 1, pool=2)
+    rows = tables.page_tables[:, 1]
+    assert rows.tolist() == [[4, 5, 9, 0, 0], [0, 6, 0, 0, 0], [0, 2, 3, 0, 0]]
+    tables.set_pages(1, [7], 2)
+    assert rows.tolist() == [[4, 5, 7, 0, 0], [0, 6, 0, 0, 0], [0, 2, 0, 0, 0]]
+    tables.clear(1)
+    assert not tables.page_tables.any()

@@ -83,7 +83,7 @@ class WatchedRunner:
 
         Later prompts of the same call may read the pages that a prefill writes.
         """
-        size, table = self._runner.config.page_size, self._runner.tables.page_table
+        size, table = self._runner.config.page_size, self._runner.tables.page_tables[0]
         written = table[slot, start // size : -(-end // size)]
         assert written.all(), f"slot {slot} writes {start}..{end} without pages"
         others = table.copy()
@@ -200,10 +200,10 @@ class Serving:
         assert shared <= cached
         everything = [*free, *cached, *own]
         assert sorted(everything) == list(range(1, self.allocator.num_pages))
-        table = np.zeros_like(self.runner.tables.page_table)
+        table = np.zeros_like(self.runner.tables.page_tables[0])
         for row in self.rows:
             table[row.slot, : len(row.pages)] = row.pages
-        np.testing.assert_array_equal(self.runner.tables.page_table, table)
+        np.testing.assert_array_equal(self.runner.tables.page_tables[0], table)
 
     def check_clean(self) -> None:
         """All pages are free or cached, no lock is left, and the host's tables are empty."""
@@ -215,7 +215,7 @@ class Serving:
             assert self.cache.num_evictable == num_cached
         assert self.allocator.num_free + num_cached == self.allocator.num_pages - 1
         tables = self.runner.tables
-        assert not tables.page_table.any()
+        assert not tables.page_tables[0].any()
         assert (tables.sampling["end_token_ids"] == -1).all()
         assert not tables.sampling["temperatures"].any()
         assert (tables.sampling["top_ks"] == TARGET.vocab_size).all()

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -50,7 +49,6 @@ class Device:
         self.slowdown, self.lateness = 1.0, 0.0  # lateness: seconds that the host may take to read
         self.calls: list[tuple[str, float]] = []  # name and seconds of each call
         self.chunks: list[Chunk] = []
-        self.networks = SimpleNamespace(target_config=SimpleNamespace(windows=(), vocab_size=64))
         self.config = RunnerConfig(
             algorithm=algorithm_of(None),
             shapes=(DraftShape.chain(0),),

@@ -174,7 +174,7 @@ def test_drafts_equal_a_reference_in_numpy(name: str) -> None:
 
     def propose(weights: Any, table: Any, features: Any, pool: Any) -> Any:
         draft = flat.rebuild(weights)
-        pages = PageView(jnp.array([[3, 1, 0, 0], [2, 6, 4, 5]]), PAGE, "xla")
+        pages = PageView((jnp.array([[3, 1, 0, 0], [2, 6, 4, 5]]),), PAGE, "xla")
         places = jnp.broadcast_to(jnp.arange(longest), (2, longest))
         pool = draft.store(features, places, pool, pages.store(jnp.array([0, 0]), longest))
         batch = Batch(

@@ -36,7 +36,7 @@ def test_one_row_a_request_is_that_row_of_the_full_pass(config, dtype):
     table[3] = 0
     lens = jnp.array([0, 3, 9, 0], jnp.int32)
     row = jnp.array([0, WIDTH - 1, WIDTH // 2, 0], jnp.int32)
-    view = PageView(jnp.asarray(table, jnp.int32), PAGE_SIZE, "chunked")
+    view = PageView((jnp.asarray(table, jnp.int32),), PAGE_SIZE, "chunked")
     slots = (BATCH * PAGES + 1) * PAGE_SIZE
     pool_shape = (config.num_layers, slots, 2, config.num_kv_heads, config.head_dim)
     row_shape = (BATCH, WIDTH, config.hidden_size)
@@ -78,7 +78,7 @@ def test_a_layer_with_a_window_does_not_read_the_keys_before_it(config):
     """In chunks and in branches of a tree: other keys before the window change nothing."""
     head = FlatModel.of(partial(build_head, config)).rebuild(head_weights(config))
     rng, lens = np.random.default_rng(0), jnp.array([9], jnp.int32)
-    view = PageView(jnp.arange(1, PAGES + 1, dtype=jnp.int32)[None], PAGE_SIZE, "xla")
+    view = PageView((jnp.arange(1, PAGES + 1, dtype=jnp.int32)[None],), PAGE_SIZE, "xla")
     layer, count = len(config.windows) - 1, (PAGES + 1) * PAGE_SIZE
     shape = (config.num_layers, count, 2, config.num_kv_heads, config.head_dim)
     pool, rows = rng.normal(size=shape), (1, 2, config.hidden_size)

@@ -137,7 +137,7 @@ def test_tokens_from_the_prefix_cache_are_penalised(index):
     num_cached = (len(job.text) - 1) // page * page
     assert num_cached >= page
     start(runner, 3, Job(prompt=job.text, params=params(temperature=0.0)))
-    shared = runner.tables.page_table[3, : num_cached // page].tolist()
+    shared = runner.tables.page_tables[0][3, : num_cached // page].tolist()
     # the slot's history may hold tokens of earlier requests
     future = runner.on_device.future
     future = replace(future, tokens=jax.numpy.full_like(future.tokens, 7))

@@ -86,9 +86,9 @@ def kv_of(runner: ModelRunner, slot: int, length: int) -> tuple[np.ndarray, np.n
     """KV ``[L, length, 2, KV, H]`` of a slot's text in target and draft."""
     size = runner.config.page_size
     positions = np.arange(length)
-    places = runner.tables.page_table[slot][positions // size] * size + positions % size
+    places = runner.tables.page_tables[0][slot][positions // size] * size + positions % size
     pools = runner.on_device.pools
-    return np.asarray(pools.target)[:, places], np.asarray(pools.draft)[:, places]
+    return np.asarray(pools.target[0])[:, places], np.asarray(pools.draft)[:, places]
 
 
 @pytest.mark.long_after(1)
@@ -166,7 +166,7 @@ def test_prefixes_keep_the_kv_of_the_draft(tier, run_ahead) -> None:
         pages = np.array(sorted(serving.cache._held))
         places = (pages[:, None] * size + np.arange(size)).ravel()
         pools = runner.on_device.pools
-        target, draft = (np.asarray(pool)[:, places] for pool in (pools.target, pools.draft))
+        target, draft = (np.asarray(pool)[:, places] for pool in (*pools.target, pools.draft))
         np.testing.assert_allclose(draft, target, atol=1e-4)
         text += request.output_ids
 
