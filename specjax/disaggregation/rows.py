@@ -1,7 +1,7 @@
 """Reads KV rows of tokens and the inputs of a first round from a runner, or writes them.
 
 Rows are per token, not per page, so the page sizes of the two sides may differ. An array of an
-algorithm's state is sent only if it has KV per token, that is, if its size grows with the pool.
+algorithm's state is sent only if it has KV per token, that is, an axis of KV indices.
 """
 
 import math
@@ -16,10 +16,11 @@ import numpy as np
 
 from specjax.checks import check_integer
 from specjax.kernels.kv_rows import finite_or_zero, gather_rows, scatter_rows
+from specjax.models.declare import pool_shapes
 from specjax.runtime.runner import ModelRunner
 from specjax.runtime.runner_config import pick_bucket
 from specjax.sampling.table import SLOT, pack_sampling, unpack_sampling
-from specjax.speculative.algorithm import SpeculativeAlgorithm, kv_pool
+from specjax.speculative.algorithm import SpeculativeAlgorithm
 from specjax.speculative.future_map import (
     DeviceState,
     record_cached,
@@ -31,24 +32,18 @@ from specjax.types import KVPools
 
 # tokens per piece: 67 MB for the Llama-3.1-8B shape, which does not slow down a round
 MOST_TOKENS, FEW_TOKENS = 512, 64
+MARK = 2**31 - 1  # a prime: an axis of this size is that of KV indices
 KV = tuple[Any, ...]
 
 
 def token_axes(runner: ModelRunner) -> tuple[int | None, ...]:
     """Return, for each array in the KV pools, its axis of KV indices or ``None``."""
     config, nets = runner.config, runner.networks
-
-    def leaves(num_kv: int) -> list[Any]:
-        sizes = config.sizes._replace(num_kv=num_kv)
-        draft = config.algorithm.abstract_state(nets, sizes)
-        target: Any = kv_pool(nets.target_config, num_kv)
-        return jax.tree.leaves(KVPools(target=target, draft=draft))
-
-    pairs = zip(leaves(1), leaves(2), strict=True)
-    return tuple(
-        next((i for i, (a, b) in enumerate(zip(one.shape, two.shape, strict=True)) if a != b), None)
-        for one, two in pairs
-    )
+    sizes = config.sizes._replace(num_kv=MARK)
+    draft = config.algorithm.abstract_state(nets, sizes)
+    pools = KVPools(target=pool_shapes(nets.target.caches, (MARK,)), draft=draft)
+    shapes = (leaf.shape for leaf in jax.tree.leaves(pools))
+    return tuple(shape.index(MARK) if MARK in shape else None for shape in shapes)
 
 
 def check_facts(here: dict[str, Any], there: Any) -> None:

@@ -58,6 +58,18 @@ def test_which_arrays_have_an_axis_of_tokens(make):
     assert axes == (1,) * len(pools)
 
 
+def test_an_array_without_an_axis_of_tokens_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = copied_runner(3)
+    size = runner.config.sizes.num_kv
+
+    def abstract_state(algorithm, networks, sizes):
+        shapes = {"kv": (3, 2, sizes.num_kv), "table": (size, 5)}
+        return {name: jax.ShapeDtypeStruct(x, np.float32) for name, x in shapes.items()}
+
+    monkeypatch.setattr(type(runner.config.algorithm), "abstract_state", abstract_state)
+    assert token_axes(runner) == (1, 2, None)
+
+
 def test_a_wrong_width_names_both():
     runner = copied_runner(3)
     future = runner.on_device.future
