@@ -145,11 +145,7 @@ def add_warmup_parser(commands: Any) -> None:
     options.add_engine_options(parser, options.SERVING)
     group = parser.add_argument_group("warm-up")
     options.add_start_options(group, ())
-    switches = {
-        "--stages": "also compile the separate stages that generate --show-tree runs",
-        "--quiet": "hide progress and the table",
-    }
-    options.add_switches(group, switches)
+    options.add_switches(group, {"--quiet": "hide progress and the table"})
     for flag, kind, metavar, text in (
         ("--prune", float, "DAYS", "delete cache entries not read for this many days"),
         ("--json", Path, "FILE", "write the results to this file"),
@@ -164,7 +160,7 @@ def run_warmup(args: argparse.Namespace, engine_args: dict[str, Any], _: object)
 
     with tempfile.TemporaryDirectory() as folder:
         parsed = EngineArgs(**options.with_preset(engine_args, args.preset, Path(folder)))
-        result = warm_up(parsed, stages=args.stages)
+        result = warm_up(parsed)
     if args.prune is not None and (cache := open_compile_cache(parsed.compile_cache_dir)):
         count = cache.prune(args.prune * SECONDS_PER_DAY)
         print(f"deleted {count} old cache entries", file=sys.stderr)

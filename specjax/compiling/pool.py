@@ -82,6 +82,10 @@ class CompilePool(dict[Hashable, Compiled]):
         label = " ".join(map(str, key)) if isinstance(key, tuple) else str(key)
         self._jobs[key] = _Job(key, label, function, tuple(arguments), compiler_options)
 
+    def has(self, key: Hashable) -> bool:
+        """Whether a function is compiled, or added to be compiled."""
+        return key in self or key in self._jobs
+
     def __missing__(self, key: Hashable) -> Compiled:
         """Compile an added function at its first use."""
         self._compile([self._jobs.pop(key)], self.shows_progress)

@@ -29,8 +29,7 @@ from specjax.engine.weights import (
     weights_from_tensors,
 )
 from specjax.metrics import EngineMetrics, Totals
-from specjax.runtime.functions import Watch
-from specjax.runtime.runner import ModelRunner
+from specjax.runtime.runner import ModelRunner, Watch
 from specjax.runtime.runner_config import RunnerConfig
 from specjax.sampling.grammar_check import while_waiting
 from specjax.scheduling.loop import Call, EngineLoop
@@ -392,14 +391,12 @@ class Engine:
     def watch_rounds(self, watch: Watch | None) -> None:
         """Call ``watch`` with the drafts and accepted tokens of each later round. ``None`` ends it.
 
-        For tools: tokens stay the same, but rounds are slower, since draft, verify and extend are
-        dispatched separately. The first call compiles them. ``watch`` runs in the engine's thread
+        For tools: tokens stay the same, but rounds are slower, since each is dispatched in three
+        parts, which are compiled when they are first used. ``watch`` runs in the engine's thread
         with request slots i32 ``[B]``, a :class:`~specjax.types.VerifyInput` and a
         :class:`~specjax.types.VerifyOutput`. An exception in ``watch`` ends the engine.
         """
         self._need_open()
-        if watch is not None:
-            self.runner.compile(show_progress=self.args.shows_progress, stages=True)
         self._loop.run(partial(self.runner.watch_rounds, watch))
 
     def close(self) -> None:

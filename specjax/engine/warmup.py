@@ -64,12 +64,11 @@ class WarmUp:
         return "\n".join(lines)
 
 
-def warm_up(args: EngineArgs, *, stages: bool = False) -> WarmUp:
+def warm_up(args: EngineArgs) -> WarmUp:
     """Compile the functions of an engine with these arguments into its ``compile_cache_dir``.
 
     Functions on disk are read, not compiled, so an interrupted warm-up resumes. Neither weights
-    nor KV pools are allocated. ``stages`` adds draft, verify and extend as separate functions.
-    Raises ValueError if the folder is not usable.
+    nor KV pools are allocated. Raises ValueError if the folder is not usable.
     """
     started = time.perf_counter()
     plan = plan_engine(args)
@@ -81,7 +80,7 @@ def warm_up(args: EngineArgs, *, stages: bool = False) -> WarmUp:
             f"compile_cache_dir={args.compile_cache_dir!r}; pass a folder that you own"
         )
     runner = ModelRunner(plan.networks, plan.config, cache)
-    runner.compile(show_progress=args.shows_progress, stages=stages)
+    runner.compile(show_progress=args.shows_progress)
     if args.disaggregation_mode is not None:
         gives = args.disaggregation_mode == "prefill"
         KVTransfer(runner).compile(gives=gives, show_progress=args.shows_progress)

@@ -6,7 +6,6 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from specjax.compiling.pool import CompilerOptions
 from specjax.config import Quantization
@@ -15,16 +14,12 @@ from specjax.models.weights import MAX_FUSED_ROWS, MAX_SPLIT_ROWS
 from specjax.runtime.runner_config import RunnerConfig
 from specjax.sampling.accept_draws import COUPLED
 from specjax.sampling.draw import SamplingConfig
+from specjax.sampling.logit_processor import mask_words
 from specjax.speculative import round as spec_round
 from specjax.speculative.future_map import DeviceState, record_cached
 from specjax.speculative.prefill import HEADER, prefill_chunks
-from specjax.types import DraftShape, RoundOutput, VerifyInput, VerifyOutput
+from specjax.types import DraftShape
 
-STAGES: dict[str, Any] = {
-    "draft": spec_round.draft_stage,
-    "verify": spec_round.verify_stage,
-    "extend": spec_round.extend_stage,
-}
 Key = tuple[str, ...] | tuple[str, int] | tuple[str, DraftShape, int]
 # key in the compile pool, jitted function, abstract arguments, XLA options
 Job = tuple[Key, Any, tuple[Any, ...], CompilerOptions]
@@ -162,7 +157,7 @@ class RoundFunctions:
         if config.has_grammars:
             for shape, batch in config.rounds:
                 if not shape.packed:
-                    yield from self._constrained(shape, batch)
+                    yield from self.split_round(shape, batch)
 
     def _prefill(self, name: str, width: int) -> Job:
         limit, logs = self._config.max_chunks(width), name == "prefill_logprobs"
@@ -171,8 +166,8 @@ class RoundFunctions:
         options = self._options(prefill_options(width, self._formats))
         return (name, width), prefill, self._with(limit * HEADER + width), options
 
-    def _constrained(self, shape: DraftShape, batch: int) -> Iterator[Job]:
-        """Jobs for the parts of a round with a grammar."""
+    def split_round(self, shape: DraftShape, batch: int, *, watched: bool = False) -> Iterator[Job]:
+        """Jobs for the three calls of a round with a grammar, or of one that is ``watched``."""
         options = self._options(compiler_options(batch * shape.verified, self._formats))
         place, arguments = self._networks.placement, self._with(batch)
         draft = self.bind(spec_round.draft_stage, shape)
@@ -181,16 +176,19 @@ class RoundFunctions:
         tree = place.abstract(jax.eval_shape(draft, *arguments)[1])
         yield ("target", shape, batch), target, (*arguments, tree), options
         passed = place.abstract(jax.eval_shape(target, *arguments, tree)[1])
-        words = self._common[-1].masks.shape[1]
-        sizes = (batch, shape.nodes, words), (batch, shape.nodes, 1 + shape.steps)
-        rest = tree, passed, *(place.ints(*size) for size in sizes)
+        widths = mask_words(self._networks.target_config.vocab_size), 1 + shape.steps
+        limits = (place.ints(batch, shape.nodes, width) for width in widths)
         # The drafts of the next round replace those of this one, because a graph whose buffers move
         # is rebuilt.
         donated = 2, len(arguments)
+        arguments = (*arguments, tree, passed, *limits)
+        finish = partial(self.bind, spec_round.finish_stage, shape)
+        if watched:
+            yield ("watched", shape, batch), finish(watched=True), arguments, options
+            return
         for greedy in self._greedy_kinds:
-            finish = self.bind(spec_round.finish_stage, shape, greedy=greedy, donated=donated)
             name = f"{'greedy_' * greedy}finish"
-            yield (name, shape, batch), finish, (*arguments, *rest), options
+            yield (name, shape, batch), finish(greedy=greedy, donated=donated), arguments, options
 
     @property
     def _formats(self) -> list[Quantization | None]:
@@ -212,16 +210,6 @@ class RoundFunctions:
             for name, function in zip(names, functions, strict=True):
                 yield rows, ((name, shape, batch), function, self._with(batch), options)
 
-    def stage_jobs(self) -> Iterator[Job]:
-        for shape, batch in self._config.rounds:
-            options = self._options(compiler_options(batch * shape.verified, self._formats))
-            arguments = self._with(batch)
-            for name, function in STAGES.items():
-                stage = self.bind(function, shape)
-                yield (name, shape, batch), stage, arguments, options
-                passed = jax.eval_shape(stage, *arguments)[1]
-                arguments = (*self._with(batch), self._networks.placement.abstract(passed))
-
     def _options(self, options: dict[str, str | bool]) -> CompilerOptions:
         """Options for a GPU in the mode of the runner; none on a CPU."""
         if not self._config.on_gpu:
@@ -230,28 +218,3 @@ class RoundFunctions:
 
     def _with(self, *shape: int) -> tuple[Any, ...]:
         return (*self._common, self._networks.placement.ints(*shape))
-
-
-# called with request slots i32 [B] including padding, the drafts, and the accepted tokens
-Watch = Callable[[jax.Array, VerifyInput, VerifyOutput], None]
-
-
-def staged_rounds(
-    stages: Sequence[Callable[..., Any]],
-    num_rounds: int,
-    watch: Watch,
-    target: Weights,
-    draft: Weights,
-    state: DeviceState,
-    *inputs: Any,
-) -> tuple[DeviceState, RoundOutput]:
-    """Run the rounds of one call in separately compiled stages: draft, verify and extend."""
-    draft_stage, verify_stage, extend_stage = stages
-    outs = []
-    for _ in range(num_rounds):
-        state, tree = draft_stage(target, draft, state, *inputs)
-        state, verified = verify_stage(target, draft, state, *inputs, tree)
-        state, out = extend_stage(target, draft, state, *inputs, verified)
-        watch(inputs[-1], tree, verified)
-        outs.append(out)
-    return state, jax.tree.map(lambda *leaves: jnp.stack(leaves), *outs)

@@ -1,11 +1,11 @@
 """ModelRunner: holds weights, KV pools and rows on the device, and runs compiled functions."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from specjax.checks import refused
@@ -14,9 +14,9 @@ from specjax.compiling.pool import CompilePool
 from specjax.kv.pages import PageView
 from specjax.models.declare import pool_shapes
 from specjax.models.flat import Networks, Weights
-from specjax.runtime.functions import STAGES, RoundFunctions, Watch, staged_rounds
+from specjax.runtime.functions import Job, RoundFunctions
 from specjax.runtime.runner_config import RunnerConfig, pick_bucket
-from specjax.sampling.logit_processor import abstract_states, needs_history
+from specjax.sampling.logit_processor import abstract_states, mask_words, needs_history
 from specjax.sampling.params import SamplingParams
 from specjax.sampling.table import HostTables, check_slot_limits, pack_sampling
 from specjax.speculative.future_map import DeviceState, FutureMap
@@ -29,7 +29,11 @@ from specjax.types import (
     Logprobs,
     RoundOutput,
     VerifyInput,
+    VerifyOutput,
 )
+
+# called with request slots i32 [B] including padding, the drafts, and the accepted tokens
+Watch = Callable[[jax.Array, VerifyInput, VerifyOutput], None]
 
 
 @dataclass(frozen=True)
@@ -137,19 +141,20 @@ class ModelRunner:
         """Maximum number of most likely tokens per position that a request may ask for."""
         return min(self.config.max_top_logprobs, self.networks.target_config.vocab_size)
 
-    def compile(self, *, show_progress: bool, stages: bool = False, on_use: bool = False) -> None:
+    def compile(self, *, show_progress: bool, on_use: bool = False) -> None:
         """Compile the rounds of every tier and batch bucket, and prefill for every width.
 
-        ``stages`` adds draft, verify and extend as separate functions, for :meth:`watch_rounds`.
         Functions that are already compiled are kept. ``on_use`` compiles each at its first use.
         """
-        functions = self._functions()
-        for job in (*functions.jobs(), *(functions.stage_jobs() if stages else ())):
-            if job[0] not in self.compiled:
-                self.compiled.add(*job)
+        self._add(self._functions().jobs())
         self.compiled.shows_progress = show_progress
         if not on_use:
             self.compiled.compile(show_progress=show_progress)
+
+    def _add(self, jobs: Iterable[Job]) -> None:
+        for job in jobs:
+            if not self.compiled.has(job[0]):
+                self.compiled.add(*job)
 
     def _functions(self) -> RoundFunctions:
         nets = self.networks
@@ -305,26 +310,35 @@ class ModelRunner:
         The result is i32 ``[rounds_per_dispatch, bucket, A + 3]``, in the order of ``slots`` and
         with padding; see :class:`~specjax.types.RoundOutput`.
         """
-        config, compiled = self.config, self.compiled
+        config = self.config
         tier = config.largest if tier is None else tier
         if tier not in config.shapes:
             raise ValueError(f"{tier=} is not compiled; compiled tiers: {config.shapes}")
-        batch = pick_bucket(len(slots), config.batch_buckets)
-        function: Any = compiled[self._greedy_or_not("round", slots), tier, batch]
-        if self._watch is not None:
-            stages = [compiled[name, tier, batch] for name in STAGES]
-            function = partial(staged_rounds, stages, config.rounds_per_dispatch, self._watch)
-        padded = self._padded_slots(slots, batch)
-        self.on_device, out = function(*self._inputs(slots), padded)
+        if self._watch is None:
+            out = self._dispatch(self._greedy_or_not("round", slots), slots, tier)
+        else:
+            out = self._watched_rounds(slots, tier)
         return self._dispatched(out, slots, tier)
+
+    def _watched_rounds(self, slots: Sequence[int], tier: DraftShape) -> RoundOutput:
+        """Run the rounds of one call as if a grammar that allows all tokens limited a request."""
+        batch = pick_bucket(len(slots), self.config.batch_buckets)
+        widths = mask_words(self.networks.target_config.vocab_size), 1 + tier.steps
+        limits = [np.full((batch, tier.nodes, width), -1, np.int32) for width in widths]
+        tree, outs = self.draft(slots, tier), []
+        for _ in range(self.config.rounds_per_dispatch):
+            passed = self.run_target(slots, tier, tree)
+            out, tree = self._finish(slots, tier, tree, passed, *limits)
+            outs.append(out)
+        return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *outs)
 
     def draft(self, slots: Sequence[int], tier: DraftShape) -> VerifyInput:
         """Dispatch the drafting of a round that is split for grammars."""
-        return self._dispatch_part("draft", slots, tier)
+        return self._dispatch("draft", slots, tier)
 
     def run_target(self, slots: Sequence[int], tier: DraftShape, tree: VerifyInput) -> TargetPass:
         """Dispatch the first call of a round that is split for grammars."""
-        return self._dispatch_part("target", slots, tier, tree)
+        return self._dispatch("target", slots, tier, tree)
 
     def finish_round(
         self,
@@ -341,22 +355,37 @@ class ModelRunner:
         ``masks`` i32 ``[bucket, T, V / 32]`` and ``forced`` i32 ``[bucket, T, 1 + S]`` are as in
         :func:`~specjax.speculative.round.finish_stage`.
         """
-        limits = self.networks.placement.put((masks, forced))
-        name = self._greedy_or_not("finish", slots)
-        out, tree = self._dispatch_part(name, slots, tier, tree, passed, *limits)
+        out, tree = self._finish(slots, tier, tree, passed, masks, forced)
         return self._dispatched(out, slots, tier), tree
+
+    def _finish(
+        self,
+        slots: Sequence[int],
+        tier: DraftShape,
+        tree: VerifyInput,
+        passed: TargetPass,
+        masks: np.ndarray,
+        forced: np.ndarray,
+    ) -> tuple[RoundOutput, VerifyInput]:
+        limits = self.networks.placement.put((masks, forced))
+        name = "watched" if self._watch else self._greedy_or_not("finish", slots)
+        out, following, verified = self._dispatch(name, slots, tier, tree, passed, *limits)
+        if self._watch:
+            self._watch(self._padded_slots(slots), tree, verified)
+        return out, following
 
     def _greedy_or_not(self, name: str, slots: Sequence[int]) -> str:
         """The function for greedy batches, if it was compiled and these slots are greedy."""
         is_greedy = self.config.on_gpu and self.tables.is_greedy[list(slots)].all()
         return f"greedy_{name}" if is_greedy else name
 
-    def _dispatch_part(
-        self, name: str, slots: Sequence[int], tier: DraftShape, *inputs: Any
-    ) -> Any:
-        batch = pick_bucket(len(slots), self.config.batch_buckets)
-        part, padded = self.compiled[name, tier, batch], self._padded_slots(slots, batch)
-        self.on_device, out = part(*self._inputs(slots), padded, *inputs)
+    def _dispatch(self, name: str, slots: Sequence[int], tier: DraftShape, *inputs: Any) -> Any:
+        padded = self._padded_slots(slots)
+        batch = len(padded)
+        if self._watch and not self.compiled.has(("watched", tier, batch)):
+            self._add(self._functions().split_round(tier, batch, watched=True))
+        function = self.compiled[name, tier, batch]
+        self.on_device, out = function(*self._inputs(slots), padded, *inputs)
         return out
 
     def _dispatched(
@@ -366,7 +395,8 @@ class ModelRunner:
         states = out.hidden_states if self.tables.wants_hidden_states[list(slots)].any() else None
         return Dispatched(out.packed, logprobs, out.prompt_logprobs, states, tier)
 
-    def _padded_slots(self, slots: Sequence[int], batch: int) -> jax.Array:
+    def _padded_slots(self, slots: Sequence[int]) -> jax.Array:
+        batch = pick_bucket(len(slots), self.config.batch_buckets)
         padded = (*slots, *(0,) * (batch - len(slots)))
         on_device = self._slots_on_device.get(padded)
         if on_device is None:

@@ -180,6 +180,11 @@ class LogitBias(LogitProcessor):
 PROCESSORS: tuple[LogitProcessor, ...] = (MinNewTokens(), Penalties(), LogitBias())
 
 
+def mask_words(vocab_size: int) -> int:
+    """Number of words in a mask of tokens."""
+    return -(-vocab_size // 32)
+
+
 def keep_allowed(logits: Array, masks: Array) -> Array:
     """Set logits f32 ``[..., V]`` to -inf if their bit in ``masks`` i32 ``[..., V / 32]`` is 0.
 

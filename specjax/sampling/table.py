@@ -14,7 +14,7 @@ import numpy as np
 from jax import Array
 
 from specjax.checks import ParameterError
-from specjax.sampling.logit_processor import used_by
+from specjax.sampling.logit_processor import mask_words, used_by
 from specjax.sampling.params import SamplingParams
 from specjax.types import MAX_END_TOKENS, MAX_LOGIT_BIAS, SamplingTable
 
@@ -105,7 +105,7 @@ class HostTables:
         self.wants_hidden_states = np.zeros(num_slots, np.bool_)
         self.vocab_size = vocab_size
         # i32 [R, V / 32], bits of the tokens that may follow a prompt
-        num_words = -(-vocab_size // 32) if has_masks else 0
+        num_words = mask_words(vocab_size) if has_masks else 0
         self.masks = np.full((num_slots, num_words), -1, np.int32)
         # by input, the slots whose copy on the device is out of date; at first, all of them
         self.stale: defaultdict[str, set[int]] = defaultdict(lambda: set(range(num_slots)))

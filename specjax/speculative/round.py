@@ -21,14 +21,7 @@ from specjax.speculative.algorithm import Batch, SpeculativeAlgorithm
 from specjax.speculative.future_map import DeviceState, FutureMap, advance, resolve, stash
 from specjax.speculative.packing import keep_best, tried, verified_rows
 from specjax.speculative.tree import accept, drawn_count, spread_count, truncate, with_forced
-from specjax.types import (
-    DraftShape,
-    NodeOutputs,
-    Pools,
-    RoundOutput,
-    VerifyInput,
-    VerifyOutput,
-)
+from specjax.types import DraftShape, NodeOutputs, RoundOutput, VerifyInput, VerifyOutput
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,9 +90,29 @@ class TargetPass(NamedTuple):
     rows: Segments | None = None  # of a packed tier
 
 
+def draft(
+    batch: Batch, state: DeviceState, calibration: Array | None, config: RoundConfig
+) -> tuple[DeviceState, VerifyInput]:
+    """Draft a tree for each request."""
+    pools, rows = state.pools, resolve(state.future, batch.slots)
+    tree, drafted = config.algorithm.propose(batch, pools.draft, rows, config.shape)
+    # a request that does not use speculation proposes no drafts
+    num_proposed = jnp.where(batch.sampling.speculates > 0, tree.num_proposed, 0)
+    tree = truncate(replace(tree, num_proposed=num_proposed), config.shape.nodes)
+    if not config.reports_confidence:
+        tree = replace(tree, confidences=None)
+    elif tree.confidences is None:  # the algorithm has none
+        tree = replace(tree, confidences=jnp.full(tree.draft_tokens[:, 1:].shape, 0.5))
+    if config.shape.packed:
+        assert calibration is not None
+        num_slots = len(state.future.seq_lens)
+        tree = keep_best(tree, config.shape, batch.slots, calibration, num_slots)
+    return replace(state, pools=replace(pools, draft=drafted)), tree
+
+
 def run_target(
-    batch: Batch, kv: Pools, tree: VerifyInput, config: RoundConfig
-) -> tuple[TargetPass, Pools]:
+    batch: Batch, state: DeviceState, tree: VerifyInput, config: RoundConfig
+) -> tuple[DeviceState, TargetPass]:
     """Run the target once over a drafted tree.
 
     A chain needs no attention mask, because its mask is causal.
@@ -115,25 +128,27 @@ def run_target(
     else:
         lens, count = batch.seq_lens, shape.nodes
         attend = tuple(pages.attend(lens, count, **form) for pages in batch.target_pages)
-    hidden, features, kv = target(drafts, positions, kv, attend, config.feature_layers)
-    return TargetPass(target.logits(hidden), hidden, features, rows), kv
+    hidden, features, kv = target(
+        drafts, positions, state.pools.target, attend, config.feature_layers
+    )
+    passed = TargetPass(target.logits(hidden), hidden, features, rows)
+    return replace(state, pools=replace(state.pools, target=kv)), passed
 
 
 def judge(
     batch: Batch,
-    kv: Pools,
-    future: FutureMap,
+    state: DeviceState,
     tree: VerifyInput,
     passed: TargetPass,
     config: RoundConfig,
     masks: Array | None = None,
-) -> tuple[VerifyOutput, Pools, FutureMap]:
+) -> tuple[DeviceState, VerifyOutput]:
     """Draw the target's token after every row, and accept drafts.
 
     ``masks`` i32 ``[B, T, V / 32]`` are the bits of the tokens that a grammar allows. The KV of a
     tree's accepted path is moved to where a chain would have stored it.
     """
-    is_chain, spread = config.shape.topk == 1, lambda x: x
+    future, kv, spread = state.future, state.pools.target, lambda x: x
     if passed.rows is not None:
         spread = partial(passed.rows.spread, width=config.shape.nodes)
     # a greedy batch needs only its tokens, so its logits need not be spread
@@ -172,131 +187,20 @@ def judge(
         bits = jax.lax.bitcast_convert_type(found, jnp.int32)
         parts = verified.packed[:, :-3], bits, verified.packed[:, -3:]
         verified = replace(verified, packed=jnp.concatenate(parts, axis=1))
+    is_chain = config.shape.topk == 1
     kv = batch.pages.commit(kv, batch.seq_lens, verified.accept_index, is_chain=is_chain)
-    return verified, kv, future
-
-
-# The stages of a round. Tests and profiles compile a stage separately; it then builds the batch.
-
-
-def draft_stage(
-    resident: Resident,
-    state: DeviceState,
-    slots: Array,
-    *,
-    config: RoundConfig,
-    batch: Batch | None = None,
-) -> tuple[DeviceState, VerifyInput]:
-    """Draft a tree for each of the slots i32 ``[B]``."""
-    batch = batch or active_batch(resident, state.future, slots, config)
-    pools, rows = state.pools, resolve(state.future, batch.slots)
-    tree, draft = config.algorithm.propose(batch, pools.draft, rows, config.shape)
-    # a request that does not use speculation proposes no drafts
-    num_proposed = jnp.where(batch.sampling.speculates > 0, tree.num_proposed, 0)
-    tree = truncate(replace(tree, num_proposed=num_proposed), config.shape.nodes)
-    if not config.reports_confidence:
-        tree = replace(tree, confidences=None)
-    elif tree.confidences is None:  # the algorithm has none
-        tree = replace(tree, confidences=jnp.full(tree.draft_tokens[:, 1:].shape, 0.5))
-    if config.shape.packed:
-        num_slots, calibration = len(state.future.seq_lens), resident.by_slot.calibration
-        assert calibration is not None
-        tree = keep_best(tree, config.shape, batch.slots, calibration, num_slots)
-    return replace(state, pools=replace(pools, draft=draft)), tree
-
-
-def verify_stage(
-    resident: Resident,
-    state: DeviceState,
-    slots: Array,
-    tree: VerifyInput,
-    *,
-    config: RoundConfig,
-    batch: Batch | None = None,
-) -> tuple[DeviceState, VerifyOutput]:
-    batch = batch or active_batch(resident, state.future, slots, config)
-    state, passed = target_stage(resident, state, slots, tree, config=config, batch=batch)
-    verified, kv, future = judge(batch, state.pools.target, state.future, tree, passed, config)
     return DeviceState(replace(state.pools, target=kv), future), verified
 
 
-def extend_stage(
-    resident: Resident,
-    state: DeviceState,
-    slots: Array,
-    verified: VerifyOutput,
-    *,
-    config: RoundConfig,
-    batch: Batch | None = None,
+def extend(
+    batch: Batch, state: DeviceState, verified: VerifyOutput, config: RoundConfig
 ) -> tuple[DeviceState, RoundOutput]:
     """Let the algorithm process the accepted tokens, and pack the outputs for the host."""
-    if batch is None:  # rebuild the batch as it was before verification
-        counts = verified.num_accepted_tokens
-        slots = jnp.where(counts > 0, slots, 0)
-        before = state.future.seq_lens[slots] - counts
-        batch = replace(
-            make_batch(resident, state.future, slots, config),
-            seq_lens=before,
-            bonus_tokens=state.future.tokens[slots, before],
-        )
     pools, resolved = state.pools, resolve(state.future, batch.slots)
-    draft, rows = config.algorithm.extend(batch, pools.draft, resolved, verified, config.shape)
+    drafted, rows = config.algorithm.extend(batch, pools.draft, resolved, verified, config.shape)
     future = stash(state.future, batch.slots, rows, resolved)
-    state = DeviceState(replace(pools, draft=draft), future)
-    outputs = verified.outputs
+    state, outputs = DeviceState(replace(pools, draft=drafted), future), verified.outputs
     return state, RoundOutput(verified.packed, outputs.logprobs, outputs.hidden_states)
-
-
-# The two calls of a round in which a grammar limits a request. The second needs bits from the host,
-# which walks the grammar over the drafts during the first. It also drafts for the next round, so
-# that the next first call needs nothing from the host.
-
-
-def target_stage(
-    resident: Resident,
-    state: DeviceState,
-    slots: Array,
-    tree: VerifyInput,
-    *,
-    config: RoundConfig,
-    batch: Batch | None = None,
-) -> tuple[DeviceState, TargetPass]:
-    batch = batch or active_batch(resident, state.future, slots, config)
-    passed, kv = run_target(batch, state.pools.target, tree, config)
-    return DeviceState(replace(state.pools, target=kv), state.future), passed
-
-
-def finish_stage(
-    resident: Resident,
-    state: DeviceState,
-    slots: Array,
-    tree: VerifyInput,
-    passed: TargetPass,
-    masks: Array,
-    forced: Array,
-    *,
-    config: RoundConfig,
-) -> tuple[DeviceState, tuple[RoundOutput, VerifyInput]]:
-    """Draw with ``masks`` i32 ``[B, T, V / 32]``, accept, extend, and draft for the next round.
-
-    ``forced`` i32 ``[B, T, 1 + S]`` are the tokens that the grammar forces after each node, then
-    -1. If the text ends with the first one, the others become the drafts.
-    """
-    batch = active_batch(resident, state.future, slots, config)
-    verified, kv, future = judge(
-        batch, state.pools.target, state.future, tree, passed, config, masks
-    )
-    state = DeviceState(replace(state.pools, target=kv), future)
-    state, out = extend_stage(resident, state, slots, verified, config=config, batch=batch)
-    state, tree = draft_stage(resident, state, slots, config=config)
-    if config.shape.steps and config.algorithm.takes_forced_drafts:
-        last = jnp.maximum(verified.num_accepted_tokens - 1, 0)
-        node = jnp.take_along_axis(verified.accept_index, last[:, None], axis=1)
-        after = jnp.take_along_axis(forced, jnp.maximum(node, 0)[:, :, None], axis=1)[:, 0]
-        fits = (node[:, 0] >= 0) & (after[:, 0] == verified.bonus_tokens)
-        fits &= batch.sampling.speculates > 0
-        tree = with_forced(tree, jnp.where(fits[:, None], after[:, 1:], -1))
-    return state, (jax.tree.map(lambda leaf: leaf[None], out), tree)
 
 
 def spec_round(
@@ -304,9 +208,10 @@ def spec_round(
 ) -> tuple[DeviceState, RoundOutput]:
     """Run one round for request slots i32 ``[B]`` (0 for padding): draft, verify and extend."""
     batch = active_batch(resident, state.future, slots, config)
-    state, tree = draft_stage(resident, state, slots, config=config, batch=batch)
-    state, verified = verify_stage(resident, state, slots, tree, config=config, batch=batch)
-    return extend_stage(resident, state, slots, verified, config=config, batch=batch)
+    state, tree = draft(batch, state, resident.by_slot.calibration, config)
+    state, passed = run_target(batch, state, tree, config)
+    state, verified = judge(batch, state, tree, passed, config)
+    return extend(batch, state, verified, config)
 
 
 def spec_rounds(
@@ -336,3 +241,55 @@ def spec_rounds(
             hidden_states=jnp.zeros((*rounds, width, model.hidden_size), model.dtypes.activations),
         )
     return jax.lax.fori_loop(0, config.num_rounds, step, (state, outs))
+
+
+# A round in three calls, if a grammar limits a request or the round is watched. The last one needs
+# bits from the host, which walks the grammar over the drafts during the target pass. It also drafts
+# for the next round, whose target pass then needs nothing from the host.
+
+
+def draft_stage(
+    resident: Resident, state: DeviceState, slots: Array, *, config: RoundConfig
+) -> tuple[DeviceState, VerifyInput]:
+    batch = active_batch(resident, state.future, slots, config)
+    return draft(batch, state, resident.by_slot.calibration, config)
+
+
+def target_stage(
+    resident: Resident, state: DeviceState, slots: Array, tree: VerifyInput, *, config: RoundConfig
+) -> tuple[DeviceState, TargetPass]:
+    batch = active_batch(resident, state.future, slots, config)
+    return run_target(batch, state, tree, config)
+
+
+def finish_stage(
+    resident: Resident,
+    state: DeviceState,
+    slots: Array,
+    tree: VerifyInput,
+    passed: TargetPass,
+    masks: Array,
+    forced: Array,
+    *,
+    config: RoundConfig,
+    watched: bool = False,
+) -> tuple[DeviceState, tuple[RoundOutput, VerifyInput, VerifyOutput | None]]:
+    """Draw with ``masks`` i32 ``[B, T, V / 32]``, accept, extend, and draft for the next round.
+
+    ``forced`` i32 ``[B, T, 1 + S]`` are the tokens that the grammar forces after each node, then
+    -1. If the text ends with the first one, the others become the drafts. Also returns the result
+    of verification if the round is ``watched``.
+    """
+    batch = active_batch(resident, state.future, slots, config)
+    state, verified = judge(batch, state, tree, passed, config, masks)
+    state, out = extend(batch, state, verified, config)
+    state, tree = draft_stage(resident, state, slots, config=config)
+    if config.shape.steps and config.algorithm.takes_forced_drafts:
+        last = jnp.maximum(verified.num_accepted_tokens - 1, 0)
+        node = jnp.take_along_axis(verified.accept_index, last[:, None], axis=1)
+        after = jnp.take_along_axis(forced, jnp.maximum(node, 0)[:, :, None], axis=1)[:, 0]
+        fits = (node[:, 0] >= 0) & (after[:, 0] == verified.bonus_tokens)
+        fits &= batch.sampling.speculates > 0
+        tree = with_forced(tree, jnp.where(fits[:, None], after[:, 1:], -1))
+    out = jax.tree.map(lambda leaf: leaf[None], out)
+    return state, (out, tree, verified if watched else None)

@@ -120,13 +120,6 @@ def test_compiling_after_it_traces_nothing(files, warmed) -> None:
     assert len(runner.compiled) == len(warmed.functions)
 
 
-@pytest.mark.slow
-def test_stages_are_compiled_on_request(files, warmed) -> None:
-    with_stages = warmup.warm_up(EngineArgs(**options(files)), stages=True)
-    new = {function.key.split()[0] for function in with_stages.functions if not function.is_hit}
-    assert new == {"draft", "verify", "extend"}
-
-
 @pytest.mark.parametrize("extra", [0, 1, plan.MEMORY_GRANULE - 1])
 def test_a_plan_does_not_follow_small_changes_of_memory(files, monkeypatch, extra) -> None:
     """Sized by memory: the contexts of all requests do not fit."""
@@ -238,7 +231,7 @@ def test_a_preset_needs_no_checkpoint(monkeypatch, tmp_path, capsys) -> None:
 
     monkeypatch.setitem(presets.PRESETS, "tiny", (TARGET, EAGLE3))
     seen = []
-    monkeypatch.setattr(warmup, "warm_up", lambda args, stages: seen.append(args) or _Done())
+    monkeypatch.setattr(warmup, "warm_up", lambda args: seen.append(args) or _Done())
     for algorithm in ("EAGLE3", "none"):
         assert main(["warmup", "--preset=tiny", f"--speculative-algorithm={algorithm}"]) == 0
     assert [args.load_format for args in seen] == ["dummy", "dummy"]
@@ -256,7 +249,7 @@ class _Done:
 def test_an_incomplete_warm_up_fails(files, monkeypatch) -> None:
 
     monkeypatch.setattr(_Done, "is_complete", False)
-    monkeypatch.setattr(warmup, "warm_up", lambda args, stages: _Done())
+    monkeypatch.setattr(warmup, "warm_up", lambda args: _Done())
     assert main(command(files, "--quiet")) == 1
 
 

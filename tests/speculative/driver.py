@@ -94,7 +94,7 @@ def staged_runner(head: DraftConfig | None, num_steps: int) -> ModelRunner:
     """A runner whose rounds consist of separately compiled stages; else equal to the tiny one."""
     fused = make_runner(head, num_steps)
     staged = ModelRunner(fused.networks, fused.config)
-    staged.compile(show_progress=False, stages=True, on_use=True)
+    staged.compile(show_progress=False, on_use=True)
     staged.load(*fused.weights)
     staged.watch_rounds(lambda *_: None)
     return staged

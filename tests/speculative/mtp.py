@@ -48,7 +48,7 @@ def mtp_runner(steps: tuple[int, ...] = (3,), **changes: Any) -> Any:
     algorithm = dataclasses.replace(MULTI_LAYER_EAGLE, num_modules=MODULES.num_layers)
     config = runner_config(**{"algorithm": algorithm, "shapes": chains(*steps), **changes})
     runner = ModelRunner(algorithm.networks(TARGET, MODULES), config)
-    runner.compile(show_progress=False, stages=True, on_use=True)
+    runner.compile(show_progress=False, on_use=True)
     runner.load(copied_weights()[0], module_weights())
     return runner
 

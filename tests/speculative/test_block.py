@@ -49,7 +49,7 @@ def runner(request: pytest.FixtureRequest) -> ModelRunner:
         algorithm.networks(TARGET, config),
         replace(make_runner().config, algorithm=algorithm, shapes=tiers_of(config.block)),
     )
-    made.compile(show_progress=False, stages=True, on_use=True)
+    made.compile(show_progress=False, on_use=True)
     made.load(target_model()[1], random_weights(made.networks.draft, 6))
     return made
 

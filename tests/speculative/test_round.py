@@ -9,7 +9,7 @@ import pytest
 
 from specjax.sampling.draw import SamplingConfig
 from specjax.sampling.params import SamplingParams
-from specjax.speculative.future_map import resolve
+from specjax.speculative.future_map import DeviceState, resolve
 from specjax.speculative.prefill import Chunk
 from specjax.speculative.round import Resident, RoundConfig, judge, make_batch, run_target
 from specjax.speculative.tree import chain_input
@@ -121,25 +121,24 @@ def test_any_number_of_drafts_can_be_accepted(head):
     )
     lens = jnp.array([len(prompt), 0], jnp.int32)
     state = jax.tree.map(jnp.copy, runner.on_device)
-    pools, future = state.pools, state.future
     done = 1
-    kv_target, kv_draft = pools.target, pools.draft
 
     @jax.jit
-    def one_round(kv_target, kv_draft, chain, lens):
+    def one_round(state, chain, lens):
+        future = state.future
         batch = replace(make_batch(resident, future, slots, config), seq_lens=lens)
         tree = chain_input(chain, lens)
-        passed, kv_target = run_target(batch, kv_target, tree, config)
-        out, kv_target, _ = judge(batch, kv_target, future, tree, passed, config)
-        rows = resolve(future, slots)
-        kv_draft, following = algorithm.extend(batch, kv_draft, rows, out, shape)
-        return out, following, kv_target, kv_draft
+        state, passed = run_target(batch, state, tree, config)
+        state, out = judge(batch, state, tree, passed, config)
+        rows, pools = resolve(future, slots), state.pools
+        draft, following = algorithm.extend(batch, pools.draft, rows, out, shape)
+        return out, following, DeviceState(replace(pools, draft=draft), future)
 
     for good in (0, 4, 2, 1, 3, 4, 4, 0):
         chain = truth[done - 1 : done + steps]
         chain = [t if i <= good else (t + 1) % 61 for i, t in enumerate(chain)]
         both = jnp.array([chain, [0] * 5], jnp.int32)
-        out, following, kv_target, kv_draft = one_round(kv_target, kv_draft, both, lens)
+        out, following, state = one_round(state, both, lens)
         assert out.num_accepted_drafts.tolist() == [good, 0]
         assert out.num_accepted_tokens.tolist() == [good + 1, 0]
         assert out.accept_tokens[0, : good + 1].tolist() == truth[done : done + good + 1]
