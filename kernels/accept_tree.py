@@ -36,17 +36,8 @@ class Accepted(NamedTuple):
     bonus_tokens: Array  # i32 [B], the last accepted token
 
 
-def _reference(
-    draft_tokens: Array,
-    parents: Array,
-    num_proposed: Array,
-    target_tokens: Array,
-    end_token_ids: Array,
-    slots: Array,
-    seq_lens: Array,
-    rows: SlotRows,
-    num_steps: int,
-) -> tuple[Accepted, SlotRows]:
+def _reference(*inputs: Array, rows: SlotRows, num_steps: int) -> tuple[Accepted, SlotRows]:
+    draft_tokens, parents, num_proposed, target_tokens, end_token_ids, slots, seq_lens = inputs
     # child[b, i]: the first proposed child of row i that equals the target's token after row i
     index = jnp.arange(draft_tokens.shape[1], dtype=jnp.int32)
     is_real = (index <= num_proposed[:, None])[:, None, :]
@@ -188,7 +179,7 @@ def accept_tree(
         )
     inputs = draft_tokens, parents, num_proposed, target_tokens, end_token_ids, slots, seq_lens
     if implementation == "xla" or 0 in (batch, num_rows):
-        return _reference(*inputs, rows, num_steps)
+        return _reference(*inputs, rows=rows, num_steps=num_steps)
     width = num_steps + 1
     shapes = [(batch, width), (batch, width + 3), (batch,), *(each.shape for each in rows)]
     kept = range(len(inputs), len(inputs) + len(rows))

@@ -12,11 +12,17 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
-from specjax.kernels.backend import power_of_two, resolve, spans, triton_call
+from specjax.kernels.backend import INVARIANT, power_of_two, resolve, spans, triton_call
 
 
-def rms_norm(x: Array, scale: Array, eps: float) -> Array:
-    """Root-mean-square normalisation of ``x [..., D]``, computed in float32; keeps the dtype."""
+def rms_norm(x: Array, scale: Array, eps: float, implementation: str | None = None) -> Array:
+    """Root-mean-square normalisation of ``x [..., D]``, computed in float32; keeps the dtype.
+
+    XLA computes it, except in the invariant implementations.
+    """
+    if implementation in INVARIANT:
+        zeros = jnp.zeros_like(x)
+        return add_norm(x, zeros, scale, eps=eps, implementation=implementation)[1]
     x32 = x.astype(jnp.float32)
     variance = jnp.mean(jnp.square(x32), axis=-1, keepdims=True)
     return scaled(x32 * jax.lax.rsqrt(variance + eps), scale, x.dtype)

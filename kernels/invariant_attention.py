@@ -73,23 +73,14 @@ def _add(one: Sums, two: Sums, scale: float) -> Sums:
     return best, total, *mixed
 
 
-def specjax_invariant_shared(
-    layer_ref: Any,
-    table_ref: Any,
-    lens_ref: Any,
-    q_ref: Any,
-    pool_ref: Any,
-    *sum_refs: Any,
-    block_rows: int,
-    form: PagedForm,
-) -> None:
+def specjax_invariant_shared(*refs: Any, block_rows: int, form: PagedForm) -> None:
     """Kernel body: blocks before ``seq_len``, which all rows of a request see.
 
     One program per (request and KV head, share of the blocks, tile of query rows). If there is room
     for one result, it is the sum of all blocks. Otherwise, each block has one, which is not written
     for blocks after ``seq_len``.
     """
-    best_ref, total_ref, mixed_ref = sum_refs
+    layer_ref, table_ref, lens_ref, q_ref, pool_ref, best_ref, total_ref, mixed_ref = refs
     rows, heads = q_ref.shape[1:3]
     kv_heads, num_kept, scale = pool_ref.shape[3], best_ref.shape[2], form.scale * LOG2E
     group = heads // kv_heads
@@ -129,20 +120,13 @@ def specjax_invariant_shared(
             jax.lax.fori_loop(0, count, keep_block, jnp.int32(0))
 
 
-def specjax_invariant_own(
-    layer_ref: Any,
-    table_ref: Any,
-    lens_ref: Any,
-    q_ref: Any,
-    pool_ref: Any,
-    *refs: Any,
-    form: PagedForm,
-) -> None:
+def specjax_invariant_own(*refs: Any, form: PagedForm) -> None:
     """Kernel body: one program per (request and KV head, token) adds the token's other blocks.
 
     Without ``counts`` and ``paths``, the new tokens are a chain.
     """
-    best_ref, total_ref, mixed_ref, *path_refs, out_ref = refs
+    layer_ref, table_ref, lens_ref, q_ref, pool_ref, *others, out_ref = refs
+    best_ref, total_ref, mixed_ref, *path_refs = others
     heads, kv_heads = q_ref.shape[2], pool_ref.shape[3]
     num_kept, scale = best_ref.shape[2], form.scale * LOG2E
     group = heads // kv_heads
@@ -188,18 +172,9 @@ def specjax_invariant_own(
         out_ref[*place, part] = (x / total[:, None]).astype(out_ref.dtype)
 
 
-def specjax_invariant_prefill(
-    layer_ref: Any,
-    map_ref: Any,
-    table_ref: Any,
-    q_ref: Any,
-    pool_ref: Any,
-    out_ref: Any,
-    *,
-    block_rows: int,
-    form: PagedForm,
-) -> None:
+def specjax_invariant_prefill(*refs: Any, block_rows: int, form: PagedForm) -> None:
     """Kernel body: one program per (KV head, tile of query rows of one segment)."""
+    layer_ref, map_ref, table_ref, q_ref, pool_ref, out_ref = refs
     group, scale = q_ref.shape[1] // pool_ref.shape[3], form.scale * LOG2E
     layer, head, tile = layer_ref[0], pl.program_id(0), pl.program_id(1)
     segment, first_row, tokens, end = (map_ref[tile, i] for i in range(4))

@@ -16,14 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
-from specjax.kernels.backend import (
-    WORD,
-    load,
-    power_of_two,
-    resolve,
-    store,
-    triton_call,
-)
+from specjax.kernels.backend import WORD, load, power_of_two, resolve, store, triton_call
 
 # elements per program: each thread of 4 warps moves 16
 MAX_COLUMNS = 2048

@@ -76,18 +76,10 @@ class PrefillTiles:
         return cls(block_rows, block_keys, num_warps=4, num_stages=3)
 
 
-def specjax_prefill_attention(
-    layer_ref: Any,
-    map_ref: Any,
-    table_ref: Any,
-    q_ref: Any,
-    pool_ref: Any,
-    *refs: Any,
-    tiles: PrefillTiles,
-    form: PagedForm,
-) -> None:
+def specjax_prefill_attention(*refs: Any, tiles: PrefillTiles, form: PagedForm) -> None:
     """Kernel body: one program per (KV head, tile of query rows of one segment)."""
-    (*sink_refs, out_ref), window = refs, form.window
+    layer_ref, map_ref, table_ref, q_ref, pool_ref, *sink_refs, out_ref = refs
+    window = form.window
     group, parts = q_ref.shape[1] // pool_ref.shape[3], head_spans(pool_ref)
     layer, head, tile = layer_ref[0], pl.program_id(0), pl.program_id(1)
     segment, first_row, tokens, total = (map_ref[tile, i] for i in range(4))
@@ -186,9 +178,10 @@ def prefill_attention(
     if implementation in ("xla", "chunked"):
 
         def attention(rows: Array, g: Array) -> Array:
-            request = replace(inputs, page_table=table[g][None])
-            how = {"implementation": implementation}
-            return tree_attention(rows[None], request, starts[g][None], None, **how)[0]
+            request, start = replace(inputs, page_table=table[g][None]), starts[g][None]
+            return tree_attention(rows[None], request, start, None, implementation=implementation)[
+                0
+            ]
 
         return _by_segment(q, counts, attention)
     group = heads // pool.shape[3]

@@ -14,14 +14,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
 from specjax.kernels.add_norm import rms_norm, scaled, whole
-from specjax.kernels.backend import (
-    INVARIANT,
-    WORD,
-    power_of_two,
-    resolve,
-    spans,
-    triton_call,
-)
+from specjax.kernels.backend import INVARIANT, WORD, power_of_two, resolve, spans, triton_call
 from specjax.kernels.kv_format import head_dim_of, saturated, to_pool, to_words
 
 # enough to give each of 132 multiprocessors several programs

@@ -16,14 +16,8 @@ from specjax.kernels.filter_logits import kept_logits
 BLOCK, NUM_WARPS = 8192, 16
 
 
-def _reference(
-    logits: Array,
-    tokens: Array,
-    temperatures: Array,
-    thresholds: Array,
-    num_best: Array,
-    limit: int,
-) -> tuple[Array, Array, Array]:
+def _reference(*inputs: Array, limit: int) -> tuple[Array, Array, Array]:
+    logits, tokens, temperatures, thresholds, num_best = inputs
     rows = logits.shape[0]
     nothing = (
         jnp.zeros(rows, jnp.float32),
@@ -147,7 +141,7 @@ def token_logprobs(
     implementation = resolve(implementation)
     arguments = (logits, tokens, temperatures, thresholds, num_best)
     if implementation == "xla" or limit == 0:
-        return _reference(*arguments, limit)
+        return _reference(*arguments, limit=limit)
     rows, vocab_size = logits.shape
     block = min(BLOCK, power_of_two(vocab_size))
     chosen, ids, values = triton_call(

@@ -211,22 +211,14 @@ def _mask_words(tree_mask: Array) -> Array:
 
 
 def specjax_tree_attention(
-    layer_ref: Any,
-    table_ref: Any,
-    lens_ref: Any,
-    q_ref: Any,
-    pool_ref: Any,
-    *refs: Any,
-    tiles: AttentionTiles,
-    form: PagedForm,
-    num_new: int,
-    names: tuple[str, ...],
+    *refs: Any, tiles: AttentionTiles, form: PagedForm, num_new: int, names: tuple[str, ...]
 ) -> None:
     """Kernel body: one program per (request and KV head, context split, tile of query rows).
 
     ``names`` are those of the optional inputs: words of the mask, positions of the rows, sinks.
     """
-    inputs, (out_ref, *partial_refs) = dict(zip(names, refs, strict=False)), refs[len(names) :]
+    layer_ref, table_ref, lens_ref, q_ref, pool_ref, *others = refs
+    inputs, (out_ref, *partial_refs) = dict(zip(names, others, strict=False)), others[len(names) :]
     window = form.window
     rows, heads = q_ref.shape[1:3]
     kv_heads = pool_ref.shape[3]

@@ -19,11 +19,12 @@ from jax import Array
 
 from specjax.config import Dtypes, Rope, TransformerConfig
 from specjax.kernels.add_norm import add_norm, rms_norm, whole
-from specjax.kernels.backend import INVARIANT, WORD, resolve
+from specjax.kernels.backend import WORD, resolve
+from specjax.kernels.dot import plain_dot
 from specjax.kernels.rope_store import normed, rotate
 from specjax.models.declare import Cache, Part, Recipe, joined, weight
 from specjax.models.rope import RopeTables, rotated_rows
-from specjax.models.weights import abstract_kernel, dot, dot_transposed, partial_dot, take_outputs
+from specjax.models.weights import abstract_kernel, dot, partial_dot, take_outputs
 
 # attend(kv, layer, q [B,T,N,H], k [B,T,KV,H], v [B,T,KV,H], rope, **options) -> (kv, output in the
 # shape of q). It normalises and rotates q and k, stores k and v in `kv` of any type, and returns
@@ -188,9 +189,7 @@ class RMSNorm(nnx.Module):
         return scale.astype(jnp.float32) + self.offset if self.offset else scale
 
     def __call__(self, x: Array) -> Array:
-        if self.implementation in INVARIANT:
-            return self.add(x, jnp.zeros_like(x))[1]
-        return rms_norm(x, self.factor, self.eps)
+        return rms_norm(x, self.factor, self.eps, self.implementation)
 
     def add(self, x: Array, delta: Array | None) -> tuple[Array, Array]:
         """Return ``x + delta`` and the norm of this sum. If ``delta`` is None, the sum is ``x``."""
@@ -222,7 +221,8 @@ class Embedding(nnx.Module):
 
     def attend(self, x: Array) -> Array:
         """Float32 logits ``[..., V]`` of hidden states ``[..., D]``."""
-        return dot_transposed(x, self.table[...], self.implementation)
+        how: dict[str, Any] = {"is_transposed": True, "implementation": self.implementation}
+        return plain_dot(x, self.table[...], jnp.float32, **how)
 
 
 def rotated(attend: Attend) -> Attend:

@@ -20,8 +20,7 @@ from jax import Array
 
 from specjax.config import Dtypes, Quantization
 from specjax.kernels.add_norm import ordered_sum
-from specjax.kernels.backend import INVARIANT
-from specjax.kernels.invariant_dot import invariant_dot
+from specjax.kernels.dot import MAX_SPLIT_COLUMNS, partial_sums, plain_dot, precision_for
 
 
 @jax.tree_util.register_dataclass
@@ -96,11 +95,6 @@ def take_outputs(kernel: Kernel, index: Array | slice) -> Kernel:
     return kernel[index] if isinstance(kernel, QuantArray) else kernel[:, index]
 
 
-def precision_for(dtype: jnp.dtype) -> jax.lax.Precision:
-    """Precision of matrix products: IEEE float32 for float32, otherwise JAX's default."""
-    return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else jax.lax.Precision.DEFAULT
-
-
 def dot(
     x: Array,
     kernel: Kernel,
@@ -108,31 +102,10 @@ def dot(
     implementation: str | None = None,
 ) -> Array:
     """Cast the kernel to the dtype of ``x [..., in]``; return their product, summed in float32."""
-    precision, out = precision_for(x.dtype), out_dtype or x.dtype
-    if implementation in INVARIANT:
-        return ordered_sum(_invariant_sums(x, kernel, implementation, dtype=out)).astype(out)
+    out = out_dtype or x.dtype
     if isinstance(kernel, QuantArray):
         return ordered_sum(_quantised_sums(x, kernel, out)).astype(out)
-    kernel = kernel.astype(x.dtype)
-    return jnp.matmul(x, kernel, precision=precision, preferred_element_type=out)
-
-
-def dot_transposed(
-    x: Array,
-    table: Array,
-    implementation: str | None = None,
-    out_dtype: jnp.dtype | type = jnp.float32,
-) -> Array:
-    """``x [..., in] @ table [out, in].T``, summed in float32."""
-    if implementation in INVARIANT:
-        return ordered_sum(_invariant_sums(x, table, implementation, is_transposed=True))
-    return jax.lax.dot_general(
-        x,
-        table,
-        (((x.ndim - 1,), (1,)), ((), ())),
-        precision=precision_for(x.dtype),
-        preferred_element_type=out_dtype,
-    )
+    return plain_dot(x, kernel, out, implementation=implementation)
 
 
 # from this number of rows on, products of two 8-bit operands are faster (3.5 ms at 128 rows instead
@@ -155,7 +128,7 @@ def _quantised_sums(x: Array, kernel: QuantArray, out_dtype: jnp.dtype) -> Array
     if format.group is None:
         factor = kernel.scale[0, :, 0]
         if not format.rounds_activations:
-            sums = dot_transposed(x, values[0].astype(x.dtype), out_dtype=wide)
+            sums = plain_dot(x, values[0].astype(x.dtype), wide, is_transposed=True)
             return (sums.astype(jnp.float32) * factor)[None]
         rounded, row_scale = round_rows(x, format.dtype)
         if num_rows >= LEAST_8BIT_ROWS:
@@ -170,7 +143,8 @@ def _quantised_sums(x: Array, kernel: QuantArray, out_dtype: jnp.dtype) -> Array
                 rounded, values[0], axes, precision=exact, preferred_element_type=out
             )
         else:  # the same values, which bfloat16 holds exactly
-            sums = dot_transposed(rounded.astype(x.dtype), values[0].astype(x.dtype))
+            operands = rounded.astype(x.dtype), values[0].astype(x.dtype)
+            sums = plain_dot(*operands, jnp.float32, is_transposed=True)
         return (sums.astype(jnp.float32) * row_scale * factor)[None]
     rows = x.reshape(-1, x.shape[-1])
     if missing := parts * size - rows.shape[1]:
@@ -181,7 +155,7 @@ def _quantised_sums(x: Array, kernel: QuantArray, out_dtype: jnp.dtype) -> Array
     matrix = values.astype(x.dtype) * scale.reshape(shape)
     if num_rows > MAX_FUSED_ROWS:
         whole = matrix.swapaxes(0, 1).reshape(shape[1], -1)
-        sums = dot_transposed(rows, whole, out_dtype=wide)[None]
+        sums = plain_dot(rows, whole, wide, is_transposed=True)[None]
     else:
         sums = _batched(rows.reshape(-1, parts, size).swapaxes(0, 1), matrix)
     if kernel.offset is not None:
@@ -224,55 +198,11 @@ def round_rows(x: Array, dtype: jnp.dtype) -> tuple[Array, Array]:
     return jnp.where(jnp.abs(values) < 2**-6, small, others).astype(dtype), scale
 
 
-def _invariant_sums(x: Array, kernel: Kernel, implementation: str | None, **options: Any) -> Array:
-    """Partial sums ``[P, ..., out]`` of a product with ``x [..., in]``, invariant by row."""
-    assert not isinstance(kernel, QuantArray)  # an engine refuses them
-    rows = x.reshape(-1, x.shape[-1])
-    sums = invariant_dot(rows, kernel, implementation=implementation, **options)
-    return sums.reshape(sums.shape[0], *x.shape[:-1], sums.shape[-1])
-
-
-# limits for splitting a product along its inner axis: rows, and columns of all parts together
-MAX_SPLIT_ROWS = 63
-MAX_SPLIT_COLUMNS = 36864
-
-
-def num_partial_sums(rows: int, in_size: int, out_size: int) -> int:
-    """Number of partial sums, up to 8, into which a matrix product with few rows is split.
-
-    Without a split, a matrix with few columns keeps too few multiprocessors busy. XLA would also
-    split such products (into 4 or 8 parts at the Llama-3.1-8B shape), but add the parts in another
-    launch. From 64 rows on, a split costs more than it gains. A single row is left to XLA.
-    """
-    parts = 8
-    while parts > 1 and (
-        rows == 1
-        or rows > MAX_SPLIT_ROWS
-        or parts * out_size > MAX_SPLIT_COLUMNS
-        or in_size % parts
-        or in_size // parts < 64
-    ):
-        parts //= 2
-    return parts
-
-
 def partial_dot(x: Array, kernel: Kernel, implementation: str | None = None) -> Array:
     """Partial sums f32 ``[P, ..., out]`` of :func:`dot`, or its result if a split is slower."""
-    if implementation in INVARIANT:
-        return _invariant_sums(x, kernel, implementation)
-    if isinstance(kernel, QuantArray) and len(kernel.values) > 1 and x.dtype != jnp.float32:
-        sums = _quantised_sums(x, kernel, x.dtype)
-        return sums if len(sums) > 1 else sums[0].astype(x.dtype)
-    if isinstance(kernel, QuantArray) or x.dtype == jnp.float32:
+    if not isinstance(kernel, QuantArray):
+        return partial_sums(x, kernel, implementation)
+    if len(kernel.values) == 1 or x.dtype == jnp.float32:
         return dot(x, kernel)
-    size, out_size = kernel.shape
-    parts = num_partial_sums(x.size // size, size, out_size)
-    if parts == 1:
-        return dot(x, kernel)
-    sums = jnp.einsum(
-        "rpi,pio->pro",
-        x.reshape(-1, parts, size // parts),
-        kernel.astype(x.dtype).reshape(parts, size // parts, out_size),
-        preferred_element_type=jnp.float32,
-    )
-    return sums.reshape(parts, *x.shape[:-1], out_size)
+    sums = _quantised_sums(x, kernel, x.dtype)
+    return sums if len(sums) > 1 else sums[0].astype(x.dtype)

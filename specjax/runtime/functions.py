@@ -9,8 +9,9 @@ import jax
 
 from specjax.compiling.pool import CompilerOptions
 from specjax.config import Quantization
+from specjax.kernels.dot import MAX_SPLIT_ROWS
 from specjax.models.flat import Networks, Weights
-from specjax.models.weights import MAX_FUSED_ROWS, MAX_SPLIT_ROWS
+from specjax.models.weights import MAX_FUSED_ROWS
 from specjax.runtime.runner_config import RunnerConfig
 from specjax.sampling.accept_draws import COUPLED
 from specjax.sampling.draw import SamplingConfig

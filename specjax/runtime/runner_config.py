@@ -11,8 +11,8 @@ import jax
 
 from specjax.config import TransformerConfig
 from specjax.kernels.backend import resolve
+from specjax.kernels.dot import num_parts
 from specjax.kernels.invariant_attention import BLOCK, ENOUGH_PROGRAMS
-from specjax.kernels.invariant_dot import num_parts
 from specjax.kv.holding import KVWrites
 from specjax.kv.window_pages import pages_wanted
 from specjax.models.declare import Cache, pool_shapes, pool_windows

@@ -5,7 +5,7 @@ scheduling and the compiled rounds. The shared code does not depend on the algor
 """
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -14,7 +14,6 @@ from jax import Array
 
 from specjax.compiling.digest import source_facts
 from specjax.config import MAX_STEPS, ModelConfig
-from specjax.kernels.backend import INVARIANT
 from specjax.kv.pages import PagedAttend, PageView, Segments
 from specjax.models.decoder import CausalLM
 from specjax.models.flat import FlatModel, Networks
@@ -51,12 +50,6 @@ class Batch:
     bonus_tokens: Array  # i32 [B], the last token of each request, not in the pool yet
     tokens: Array  # i32 [R, C], the history by request slot
     draw: SamplingConfig  # how the target draws its tokens
-
-    @property
-    def target_pages(self) -> tuple[PageView, ...]:
-        """The pages in each pool, with the target's attention; the draft's may be another."""
-        how, pages = self.target.implementation, self.pages
-        return (replace(pages, implementation=how) if how in INVARIANT else pages).pools
 
     @property
     def history(self) -> Array:

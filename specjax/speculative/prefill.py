@@ -88,7 +88,8 @@ def prefill_chunks(
     tokens = packed[limit * HEADER :]
     batch = replace(make_batch(resident, future, slots, config), seq_lens=starts)
     segments = Segments.of(starts, counts, tokens.shape[0])
-    attend = tuple(pages.attend_packed(segments) for pages in batch.target_pages)
+    pages = replace(batch.pages, implementation=resident.target.implementation)
+    attend = tuple(pool.attend_packed(segments) for pool in pages.pools)
     hidden, features, kv = resident.target(
         tokens[None], segments.positions[None], pools.target, attend, config.feature_layers
     )

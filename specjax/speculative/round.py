@@ -121,13 +121,14 @@ def run_target(
     mask = None if shape.topk == 1 else tree.tree_mask
     form: Any = {"tree_mask": mask, "positions": tree.positions}
     drafts, positions, rows = tree.draft_tokens, tree.positions, None
+    pages = replace(batch.pages, implementation=target.implementation)
     if shape.packed:
         rows = verified_rows(tree, shape, batch.slots)
-        attend = tuple(pages.attend_packed(rows, **form) for pages in batch.target_pages)
+        attend = tuple(pool.attend_packed(rows, **form) for pool in pages.pools)
         drafts, positions = rows.gather(drafts), rows.gather(positions)
     else:
         lens, count = batch.seq_lens, shape.nodes
-        attend = tuple(pages.attend(lens, count, **form) for pages in batch.target_pages)
+        attend = tuple(pool.attend(lens, count, **form) for pool in pages.pools)
     hidden, features, kv = target(
         drafts, positions, state.pools.target, attend, config.feature_layers
     )

@@ -16,10 +16,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from specjax.kernels.dot import precision_for
 from specjax.models.decoder import CausalLM
 from specjax.models.eagle import Eagle3Head
 from specjax.models.layers import Attend, dense_attention, rotated
-from specjax.models.weights import precision_for
 
 STEP_DECAY = 0.8
 

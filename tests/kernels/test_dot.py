@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from specjax.kernels.invariant_dot import invariant_dot, num_parts
+from specjax.kernels.dot import invariant_dot, num_parts, plain_dot
 
 from tests.kernels.lowering import lower_for_cuda
 from tests.kernels.runs import RUNS, run_jitted
@@ -41,6 +41,18 @@ def test_partial_sums_equal_those_of_integers(case, run):
     right = (right.T if is_transposed else right).reshape(parts, -1, out_size)
     sums = run_jitted(partial(invariant_dot, is_transposed=is_transposed), run, x, kernel)
     np.testing.assert_array_equal(sums, np.einsum("rpi,pio->pro", left, right))
+
+
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_products_of_several_axes_by_invariant_kernels(is_transposed):
+    rng, how = np.random.default_rng(0), "invariant-interpret"
+    x, kernel = (rng.integers(-4, 5, s).astype(np.float32) for s in ((2, 3, 128), (128, 48)))
+    stored = kernel.T if is_transposed else kernel
+    call = partial(plain_dot, is_transposed=is_transposed, implementation=how)
+    out = jax.jit(call, static_argnums=2)(x, stored, jnp.bfloat16)
+    assert out.dtype == jnp.bfloat16
+    assert num_parts(*kernel.shape) > 1
+    np.testing.assert_array_equal(out, (x @ kernel).astype(jnp.bfloat16))
 
 
 @pytest.mark.gpu

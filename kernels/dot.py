@@ -1,9 +1,9 @@
-"""Matrix products whose rows have the same bits in any batch.
+"""Matrix products of XLA, and products whose rows have the same bits in any batch.
 
-XLA sums a product in another order if the number of rows changes. Here, the parts into which the
-inner axis is split follow from the matrix only, and each part is summed in ascending order, 16
-inputs at a time. The number of rows chooses only the size of a tile, which does not affect a sum.
-Axes: R rows, I inputs, O outputs, P partial sums.
+XLA sums a product in another order if the number of rows changes. In the invariant implementations,
+the parts into which the inner axis is split follow from the matrix only, and each part is summed in
+ascending order, 16 inputs at a time. The number of rows chooses only the size of a tile, which does
+not affect a sum. Axes: R rows, I inputs, O outputs, P partial sums.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,16 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
-from specjax.kernels.backend import load, power_of_two, resolve, row_dot, store, triton_call
+from specjax.kernels.add_norm import ordered_sum
+from specjax.kernels.backend import (
+    INVARIANT,
+    load,
+    power_of_two,
+    resolve,
+    row_dot,
+    store,
+    triton_call,
+)
 
 # row tiles that share the same columns before the next columns are read, so that they stay in L2
 GROUP = 8
@@ -120,22 +129,23 @@ def invariant_dot(
     *,
     is_transposed: bool = False,
     implementation: str | None = None,
-    dtype: jnp.dtype | None = None,
+    dtype: jnp.dtype | type | None = None,
     tiles: DotTiles | None = None,
 ) -> Array:
     """Partial sums of a matrix product, of which a row has the same bits in any batch.
 
     Args:
-        x: ``[R, I]``.
+        x: ``[..., I]``.
         kernel: ``[I, O]``, or ``[O, I]`` if ``is_transposed``; it is cast to the dtype of ``x``. I
             must be a multiple of 16.
         dtype: dtype of the result if P is 1; by default float32, as always for several sums.
         tiles: launch shape of the Pallas kernel; ``None`` chooses one.
 
     Returns:
-        ``[P, R, O]``; added in ascending order, they are the product. P follows from I and O.
+        ``[P, ..., O]``; added in ascending order, they are the product. P follows from I and O.
     """
     implementation = resolve(implementation)
+    shape, x = x.shape, x.reshape(-1, x.shape[-1])
     (num_rows, in_size), out_size = x.shape, kernel.shape[0 if is_transposed else 1]
     if kernel.shape != ((out_size, in_size) if is_transposed else (in_size, out_size)):
         raise ValueError(f"x {x.shape} does not fit kernel {kernel.shape}, {is_transposed=}")
@@ -144,10 +154,11 @@ def invariant_dot(
     parts = num_parts(in_size, out_size)
     dtype = jnp.float32 if dtype is None or parts > 1 else dtype
     if implementation == "xla" or x.size == 0:
-        return _reference(x, kernel.T if is_transposed else kernel, parts).astype(dtype)
+        sums = _reference(x, kernel.T if is_transposed else kernel, parts).astype(dtype)
+        return sums.reshape(parts, *shape[:-1], out_size)
     tiles = DotTiles.choose(num_rows, in_size, out_size, parts) if tiles is None else tiles
     columns = pl.cdiv(out_size, tiles.width)
-    return triton_call(
+    sums = triton_call(
         partial(specjax_invariant_dot, tiles=tiles, is_transposed=is_transposed),
         grid=(columns * parts * pl.cdiv(num_rows, tiles.height),),
         out_shape=jax.ShapeDtypeStruct((parts, num_rows, out_size), dtype),
@@ -155,3 +166,72 @@ def invariant_dot(
         num_stages=tiles.num_stages,
         implementation=implementation,
     )(x, kernel)
+    return sums.reshape(parts, *shape[:-1], out_size)
+
+
+def precision_for(dtype: jnp.dtype) -> jax.lax.Precision:
+    """Precision of matrix products: IEEE float32 for float32, otherwise JAX's default."""
+    return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else jax.lax.Precision.DEFAULT
+
+
+def plain_dot(
+    x: Array,
+    kernel: Array,
+    out_dtype: jnp.dtype | type,
+    *,
+    is_transposed: bool = False,
+    implementation: str | None = None,
+) -> Array:
+    """``x [..., I] @ kernel [I, O]`` (``[O, I]`` if ``is_transposed``), summed in float32.
+
+    A kernel ``[I, O]`` is cast to the dtype of ``x``.
+    """
+    if implementation in INVARIANT:
+        how: dict[str, Any] = {"is_transposed": is_transposed, "implementation": implementation}
+        return ordered_sum(invariant_dot(x, kernel, dtype=out_dtype, **how)).astype(out_dtype)
+    how = {"precision": precision_for(x.dtype), "preferred_element_type": out_dtype}
+    if is_transposed:
+        return jax.lax.dot_general(x, kernel, (((x.ndim - 1,), (1,)), ((), ())), **how)
+    return jnp.matmul(x, kernel.astype(x.dtype), **how)
+
+
+# limits for splitting a product along its inner axis: rows, and columns of all parts together
+MAX_SPLIT_ROWS = 63
+MAX_SPLIT_COLUMNS = 36864
+
+
+def num_partial_sums(rows: int, in_size: int, out_size: int) -> int:
+    """Number of partial sums, up to 8, into which a matrix product with few rows is split.
+
+    Without a split, a matrix with few columns keeps too few multiprocessors busy. XLA would also
+    split such products (into 4 or 8 parts at the Llama-3.1-8B shape), but add the parts in another
+    launch. From 64 rows on, a split costs more than it gains. A single row is left to XLA.
+    """
+    parts = 8
+    while parts > 1 and (
+        rows == 1
+        or rows > MAX_SPLIT_ROWS
+        or parts * out_size > MAX_SPLIT_COLUMNS
+        or in_size % parts
+        or in_size // parts < 64
+    ):
+        parts //= 2
+    return parts
+
+
+def partial_sums(x: Array, kernel: Array, implementation: str | None = None) -> Array:
+    """Partial sums f32 ``[P, ..., O]`` of :func:`plain_dot`, or its result if a split is slower."""
+    if implementation in INVARIANT:
+        return invariant_dot(x, kernel, implementation=implementation)
+    size, out_size = kernel.shape
+    is_exact = x.dtype == jnp.float32
+    parts = 1 if is_exact else num_partial_sums(x.size // size, size, out_size)
+    if parts == 1:
+        return plain_dot(x, kernel, x.dtype)
+    sums = jnp.einsum(
+        "rpi,pio->pro",
+        x.reshape(-1, parts, size // parts),
+        kernel.astype(x.dtype).reshape(parts, size // parts, out_size),
+        preferred_element_type=jnp.float32,
+    )
+    return sums.reshape(parts, *x.shape[:-1], out_size)
