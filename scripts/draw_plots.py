@@ -27,10 +27,10 @@ def draw_rounds(rows: list[dict[str, str]], colours: dict[str, str]) -> Any:
     for batch, axes in zip(BATCHES, panels, strict=True):
         for i, (engine, colour) in enumerate(colours.items()):
             mine = [row for row in rows if row["engine"] == engine]
-            places = [x + 0.28 * (i - 1) for x in range(len(mine))]
+            centres = [x + 0.28 * (i - 1) for x in range(len(mine))]
             label = f"{engine} {mine[0]['version']}"
             values = [float(row[batch]) for row in mine]
-            bars = axes.bar(places, values, 0.26, color=colour, label=label)
+            bars = axes.bar(centres, values, 0.26, color=colour, label=label)
             axes.bar_label(bars, [row[batch] for row in mine], fontsize=6, padding=1.5)
         drafts = [int(row["drafts"]) for row in mine]
         names = ["plain", *(f"{n} draft{'s' * (n > 1)}" for n in drafts[1:])]

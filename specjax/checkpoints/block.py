@@ -146,11 +146,11 @@ class _File:
         self.top = ReadFields(Fields.read(self.path).values, self.path)
         self.layer = self.top.fields("transformer_layer_config")
         dspark, dflash = self.top.fields("dspark_config"), self.top.fields("dflash_config")
-        self.places = (dspark, dflash, self.top, self.layer)
+        self.sections = (dspark, dflash, self.top, self.layer)
         self.kind = self.top.get("speculators_model_type", str, None)
         stated: dict[str, Any] = {}
-        for place in reversed(self.places):
-            stated |= {key: value for key, value in place.values.items() if value is not None}
+        for section in reversed(self.sections):
+            stated |= {key: value for key, value in section.values.items() if value is not None}
         values = {**(DEFAULTS["qwen3"] if self.kind else {}), **stated}
         self.body = ReadFields(values, self.path, self.top.keys)
         stored = source.infos.get("markov_head.markov_w1.weight")
@@ -159,8 +159,8 @@ class _File:
 
     def get(self, key: str, kind: Any, default: Any = ...) -> Any:
         """Return the value of a key from the nested settings, else from the top level."""
-        place = next((place for place in self.places if key in place), self.top)
-        return place.get(key, kind, default)
+        section = next((section for section in self.sections if key in section), self.top)
+        return section.get(key, kind, default)
 
     def has(self, tensor: str) -> bool:
         return tensor in self.source.infos
@@ -174,7 +174,7 @@ def block_format(file: _File) -> str:
     """Return the published format of a file, or raise ValueError if it is not supported."""
     names = file.top.get("architectures", list[str], [])
     projector = file.get("projector_type", str, "")
-    keys = (key for place in file.places for key, value in place.values.items() if value)
+    keys = (key for section in file.sections for key, value in section.values.items() if value)
     marks = {*names, file.kind, projector, *keys}
     formats = [name for name, words in _REFUSED.items() if not marks.isdisjoint(words.split())]
     if file.kind == "peagle" or "PEagleDraftModel" in names or file.has("mask_hidden"):
@@ -250,7 +250,7 @@ def block_config(directory: Path, source: TensorSource, target: TargetCheckpoint
     values["has_own_lm_head"] = values["draft_vocab_size"] != model.vocab_size
     values |= _heads(file, hidden_size)
     keys = file.top.keys - {"partial_rotary_factor"}  # keys of the context are not reordered
-    refuse_unread(file.places, keys, sizes["head_dim"], of_draft=True)
+    refuse_unread(file.sections, keys, sizes["head_dim"], of_draft=True)
     return file.top.build(BlockConfig, values)
 
 

@@ -89,15 +89,15 @@ def check_vocabulary(source: TensorSource, config: DraftConfig | BlockConfig) ->
     size, vocab_size = config.draft_vocab_size, config.vocab_size
     offsets = _read_map(source, "d2t", size).astype(np.int64)
     ids = offsets + np.arange(size)
-    place = f"tensor 'd2t' in {source.infos['d2t'].path}"
+    subject = f"tensor 'd2t' in {source.infos['d2t'].path}"
     if ids.min() < 0 or ids.max() >= vocab_size:
         raise ValueError(
-            f"{place} maps draft ids to target ids {ids.min()}..{ids.max()}, but the target has "
+            f"{subject} maps draft ids to target ids {ids.min()}..{ids.max()}, but the target has "
             f"vocab_size={vocab_size}; use a head trained for this target"
         )
     if size == vocab_size and offsets.any():
         raise ValueError(
-            f"{place} maps draft ids to different target ids, although both vocabularies have "
+            f"{subject} maps draft ids to different target ids, although both vocabularies have "
             f"{size} tokens; reordered vocabularies are not supported"
         )
     if "t2d" not in source.infos:

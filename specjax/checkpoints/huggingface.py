@@ -190,7 +190,7 @@ def draft_config(directory: Path, source: TensorSource, target: ModelConfig) -> 
     windows = draft_windows(head.layer, values["num_layers"])[1]
     values["windows"] = windows if any(windows) else ()
     values |= _eagle3_values(head) if is_eagle3 else _eagle_values(head)
-    refuse_unread(head.places, head.body.keys, values["head_dim"], of_draft=True)
+    refuse_unread(head.sections, head.body.keys, values["head_dim"], of_draft=True)
     return head.body.build(DraftConfig, values)
 
 
@@ -267,7 +267,7 @@ class _Head:
         self.eagle = self.body.fields("eagle_config")
         self.is_speculators = "transformer_layer_config" in self.body
         nested = self.body.fields("transformer_layer_config")
-        self.places = (self.body, nested, self.eagle)
+        self.sections = (self.body, nested, self.eagle)
         defaults = DEFAULTS.get(nested.get("model_type", str, ""), {})
         stated = {key: value for key, value in self.body.values.items() if value is not None}
         values = {**defaults, **nested.values, **stated}
@@ -378,9 +378,9 @@ def _mask_token(head: _Head) -> int | None:
         if is_masked:
             raise head.lacks("mask_hidden", ", which a P-EAGLE head needs")
         return None
-    for place in (head.body, head.eagle):
+    for section in (head.body, head.eagle):
         for key in MASK_KEYS:
-            if (token := place.get(key, Size, None)) is not None:
+            if (token := section.get(key, Size, None)) is not None:
                 return int(token)
     raise ValueError(
         f"{head.path} has none of {list(MASK_KEYS)}, but a P-EAGLE head needs its mask token; set "

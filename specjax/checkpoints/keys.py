@@ -40,7 +40,7 @@ class ReadFields(Fields):
 
 
 def refuse_unread(
-    places: Sequence[Fields], keys_read: set[str], head_dim: int, *, of_draft: bool
+    sections: Sequence[Fields], keys_read: set[str], head_dim: int, *, of_draft: bool
 ) -> None:
     """Raise ValueError for a key that was not read and may change the network.
 
@@ -49,16 +49,16 @@ def refuse_unread(
     neutral = NEUTRAL | dict.fromkeys(("rope_dim", "query_pre_attn_scalar"), head_dim)
     neutral["attention_multiplier"] = head_dim**-0.5
     names = "rope_parameters", "rope_scaling"
-    ropes = [x.fields(n) for x in places for n in names if isinstance(x.values.get(n), dict)]
+    ropes = [x.fields(n) for x in sections for n in names if isinstance(x.values.get(n), dict)]
     ropes += [x.fields("full_attention") for x in ropes if "full_attention" in x]
-    for place, has_words in [*((x, of_draft) for x in places), *((x, False) for x in ropes)]:
-        for key, value in place.values.items():
+    for section, has_words in [*((x, of_draft) for x in sections), *((x, False) for x in ropes)]:
+        for key, value in section.values.items():
             if value is None or key in keys_read:
                 continue
             if key == "layer_types":
                 is_refused = not isinstance(value, list) or {*map(str, value)} != {"full_attention"}
             elif key == "sliding_attention":
-                is_refused = value != place.values.get("full_attention")
+                is_refused = value != section.values.get("full_attention")
             elif key in neutral:
                 is_refused = value != neutral[key]
             else:
@@ -66,4 +66,4 @@ def refuse_unread(
                 is_refused = bool(is_word and value)
             if is_refused:
                 demand = "is not supported; use another model, or remove it if it has no effect"
-                raise place.wrong(key, demand)
+                raise section.wrong(key, demand)

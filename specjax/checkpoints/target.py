@@ -57,12 +57,12 @@ def embedded_head(name: str) -> Path:
 
 def default_block_draft(target: "TargetCheckpoint") -> Path:
     """Return the folder ``dspark`` of a checkpoint, or the drafter for an embedded target."""
-    places = [target.path / "dspark"]
+    folders = [target.path / "dspark"]
     if target.name in EMBEDDED_MODELS:
-        places.append(_HEADS / f"{target.name}-dspark")
+        folders.append(_HEADS / f"{target.name}-dspark")
     elif _REPOSITORY.fullmatch(target.name) and not os.path.exists(target.name):
         download(target.name, "draft", target.path.name, folder="dspark/")
-    for path in places:
+    for path in folders:
         if (path / "config.json").is_file():
             return path
     raise ValueError(

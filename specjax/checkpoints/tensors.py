@@ -70,7 +70,7 @@ _DTYPES |= {
 
 def _safetensors(path: Path, files: list[Path]) -> TensorSource:
     infos: dict[str, TensorInfo] = {}
-    starts: dict[str, int] = {}  # the places of tensors in their files
+    starts: dict[str, int] = {}  # offsets of tensors in their files
     versions: dict[Path, tuple[int, ...]] = {}
     for file in files:
         try:
@@ -88,14 +88,14 @@ def _safetensors(path: Path, files: list[Path]) -> TensorSource:
                 name: TensorInfo(tuple(x["shape"]), file, _DTYPES.get(x["dtype"], x["dtype"]))
                 for name, x in header.items()
             }
-            places = {name: stored["data_offsets"][0] for name, stored in header.items()}
+            offsets = {name: stored["data_offsets"][0] for name, stored in header.items()}
         except (SafetensorError, OSError, ValueError, TypeError, LookupError) as error:
             raise ValueError(f"{file} is not a complete safetensors file: {error}") from error
         for name in file_infos:
             if name in infos:
                 raise ValueError(f"tensor {name!r} is in both {infos[name].path} and {file}")
         infos |= file_infos
-        starts |= {name: 8 + size + place for name, place in places.items()}
+        starts |= {name: 8 + size + offset for name, offset in offsets.items()}
 
     def read(name: str) -> np.ndarray:
         # safetensors itself reads with the GIL held, so other threads could not convert meanwhile

@@ -33,27 +33,27 @@ def load_weights(
 
     The target weights of ``shared`` are reused, and its draft weights if the draft is the same.
     """
-    nets, place = plan.networks, plan.networks.placement
+    nets, placement = plan.networks, plan.networks.placement
     is_dummy = plan.args.load_format == "dummy"
-    with jax.default_device(place.device):
+    with jax.default_device(placement.device):
         if shared is not None:
             base, runner = shared
-            is_here = base.networks.placement == place
-            target, draft = runner.weights if is_here else place.put_weights(runner.weights)
+            is_here = base.networks.placement == placement
+            target, draft = runner.weights if is_here else placement.put_weights(runner.weights)
             pairs = zip(plan.drafts, base.drafts, strict=False)
             if len(plan.drafts) == len(base.drafts) and all(a.has_weights_of(b) for a, b in pairs):
                 return target, draft
         elif is_dummy:
-            target = place.put_weights(nets.target.random(0))
+            target = placement.put_weights(nets.target.random(0))
         else:
             _compile_checks(plan)
-            target = place.put_weights(nets.target.order(plan.target.load_weights()))
+            target = placement.put_weights(nets.target.order(plan.target.load_weights()))
         if is_dummy:
-            return target, place.put_weights(nets.draft.random(1))
+            return target, placement.put_weights(nets.draft.random(1))
     named = {name: w for draft in plan.drafts for name, w in draft.load_weights().items()}
     for checkpoint in plan.drafts:
         checkpoint.compare_copies(dict(zip(nets.target.names, target, strict=True)))
-    draft = place.put_weights(nets.draft.order(named))
+    draft = placement.put_weights(nets.draft.order(named))
     loaded = [(checkpoint, nets.draft, draft) for checkpoint in plan.drafts]
     if shared is None:
         loaded.append((plan.target, nets.target, target))

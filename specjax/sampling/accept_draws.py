@@ -156,9 +156,9 @@ def _draw_residual(
     logits = jnp.log(weights).reshape(-1, weights.shape[2])
     # seeds of all rows, and positions of the tokens after them
     keys = jnp.repeat(seeds, tree.positions.shape[1], axis=0)
-    places = (tree.positions + 1).reshape(-1)
-    ones = jnp.ones(places.shape, jnp.float32)
+    at = (tree.positions + 1).reshape(-1)
+    ones = jnp.ones(at.shape, jnp.float32)
     tokens = draw_tokens(
-        logits, ones, -jnp.inf * ones, keys, places + RESIDUAL_STREAM, implementation=implementation
+        logits, ones, -jnp.inf * ones, keys, at + RESIDUAL_STREAM, implementation=implementation
     )
     return tokens.reshape(tree.positions.shape)

@@ -154,13 +154,13 @@ def draft_tokens(
 
     per_row = partial(jnp.repeat, repeats=shape[1], axis=0)
     flat, temperatures = logits.reshape(-1, logits.shape[-1]), per_row(sampling.temperatures)
-    seeds, places = per_row(sampling.seeds), positions.reshape(-1)
+    seeds, row_positions = per_row(sampling.seeds), positions.reshape(-1)
     thresholds = jnp.full(temperatures.shape, -jnp.inf)
     if not config.greedy:
         thresholds = _thresholds(flat, sampling, shape[1], config)
     if topk == 1:
         best = draw_tokens(
-            flat, temperatures, thresholds, seeds, places, ids, implementation=backend
+            flat, temperatures, thresholds, seeds, row_positions, ids, implementation=backend
         )
         best = best.reshape(*shape, 1)
         return _chain_scores(logits, best, config), best
@@ -168,7 +168,7 @@ def draft_tokens(
 
     def perturb() -> Array:
         columns = jnp.arange(flat.shape[1], dtype=jnp.int32) if ids is None else ids
-        noise = token_noise(seeds, places, columns)
+        noise = token_noise(seeds, row_positions, columns)
         return jnp.where(temperatures[:, None] > 0, filtered + noise, filtered)
 
     if config.greedy:

@@ -248,8 +248,8 @@ def set_template(
     if (text := next(filter(None, special.values()), None)) is None:
         return
     encoded = _call(backend.encode, text)
-    places = [i for i, number in enumerate(encoded.sequence_ids) if number is not None]
-    begin, end = (places[0], places[-1] + 1) if places else (0, 0)
+    indices = [i for i, number in enumerate(encoded.sequence_ids) if number is not None]
+    begin, end = (indices[0], indices[-1] + 1) if indices else (0, 0)
     sides = []
     for name, ids in ("bos_token", encoded.ids[:begin]), ("eos_token", encoded.ids[end:]):
         if (is_added := config.get(f"{prefix}add_{name}", Flag, None)) is not None:
