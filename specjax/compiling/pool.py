@@ -6,9 +6,10 @@ import sys
 import time
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from jax.stages import Compiled, Lowered
@@ -37,6 +38,15 @@ class CompiledFunction:
     num_bytes: int | None  # size of its entry on disk; ``None`` if it is not stored
     argument_bytes: int  # device memory of its arguments
     temp_bytes: int  # temporary device memory while it runs
+
+
+def usable_cores(quota_file: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
+    """Number of cores that this process may use, by its affinity and the quota of its container."""
+    count = len(os.sched_getaffinity(0))
+    with suppress(OSError, ValueError):  # a quota of "max" does not limit it
+        quota, period = quota_file.read_text().split()
+        count = min(count, max(1, int(quota) // int(period)))
+    return count
 
 
 class _Job(NamedTuple):
@@ -134,7 +144,7 @@ class CompilePool(dict[Hashable, Compiled]):
             num_bytes = None if cache is None else cache.store(names[job.key], compiled)
             finish(job, compiled, num_bytes, began, is_hit=False)
 
-        num_threads = min(MAX_THREADS, os.cpu_count() or 1)
+        num_threads = min(MAX_THREADS, usable_cores())
         with bar, ExitStack() as stack, ThreadPoolExecutor(num_threads) as executor:
             try:
                 list(executor.map(load, jobs))

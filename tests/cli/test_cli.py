@@ -55,6 +55,7 @@ class FakeEngine:
         self.requests: list[dict[str, Any]] = []
         self.gap_inputs: list[list[int]] = []
         self.closed = 0
+        self.num_flushed = 0  # requests before the prefix cache was flushed
         self.fail: BaseException | None = None
 
     def __call__(self, **engine_args: Any) -> "FakeEngine":
@@ -77,6 +78,9 @@ class _Running:
 
     def __exit__(self, *exc: object) -> None:
         self.owner.closed += 1
+
+    def flush_cache(self) -> None:
+        self.owner.num_flushed = len(self.owner.requests)
 
     def generate(
         self, *, sampling_params: dict[str, Any], stream: bool = False, **request: Any
@@ -148,7 +152,7 @@ def test_prompts_are_conversations_unless_raw(monkeypatch: pytest.MonkeyPatch) -
     for options in (["Hi", "--system", "Be brief."], ["Hi", "--raw"], ["-", "--raw"]):
         assert run(*options, engine=engine) == 0
     turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
-    given = [(one.get("messages"), one.get("prompt")) for one in engine.requests]
+    given = [(one.get("messages"), one.get("prompt")) for one in engine.requests[1::2]]
     assert given == [(turns, None), (None, "Hi"), (None, "a long\nprompt")]
 
 
@@ -156,9 +160,26 @@ def test_only_given_options_reach_the_engine() -> None:
     engine = FakeEngine(answer="ok")
     run("Hi", engine=engine)
     assert engine.made == [
-        {"speculative_algorithm": "EAGLE3", "max_running_requests": 1, "show_progress": True}
+        {
+            "speculative_algorithm": "EAGLE3",
+            "max_running_requests": 1,
+            "show_progress": True,
+            "compile_on_use": True,
+        }
     ]
-    assert engine.requests[0]["sampling_params"] == {"temperature": 0.0}
+    assert engine.requests[1]["sampling_params"] == {"temperature": 0.0}
+
+
+@pytest.mark.parametrize(("options", "most"), [([], 2), (["--max-new-tokens=1"], 1)])
+def test_the_functions_of_a_request_are_compiled_before_it(options: list[str], most: int) -> None:
+    """A short request comes first, and the prefix cache then forgets its prompt."""
+    engine = FakeEngine(answer="ok")
+    run("Hi", "--min-new-tokens=1", *options, engine=engine)
+    brief, request = engine.requests
+    limits = {"max_new_tokens": most, "min_new_tokens": 0}
+    assert brief["sampling_params"] == request["sampling_params"] | limits
+    assert brief["messages"] == request["messages"]
+    assert engine.num_flushed == 1
 
 
 # one option of each kind: strings, integers, numbers, switches, lists and disabled options
@@ -208,8 +229,8 @@ def flags(values: dict[str, Any]) -> Iterator[str]:
 def test_options_reach_the_engine_and_the_request(capsys: pytest.CaptureFixture[str]) -> None:
     engine = FakeEngine(answer="ok")
     assert run("Hi", "--quiet", *flags(ENGINE_OPTIONS | SAMPLING_OPTIONS), engine=engine) == 0
-    assert engine.made == [ENGINE_OPTIONS | {"show_progress": False}]
-    assert engine.requests[0]["sampling_params"] == SAMPLING_OPTIONS
+    assert engine.made == [ENGINE_OPTIONS | {"show_progress": False, "compile_on_use": True}]
+    assert engine.requests[1]["sampling_params"] == SAMPLING_OPTIONS
     assert capsys.readouterr() == ("ok\n", "")  # --quiet prints the text only
 
 
@@ -256,10 +277,11 @@ def test_compare_shares_weights_and_repeats_the_same_request(
         "compile_on_use": True,
     }
     assert speculative["draft"] == "d"
-    # warm-up (one call, and two without speculation) and three timed calls each, with a seed
-    assert len(engine.requests) == 9
-    assert all(request == engine.requests[0] for request in engine.requests)
-    assert engine.requests[0]["sampling_params"]["sampling_seed"] == 0
+    # a brief call that compiles, the call, two without speculation, and three timed calls each,
+    # with a seed
+    assert len(engine.requests) == 10
+    assert all(request == engine.requests[1] for request in engine.requests[1:])
+    assert engine.requests[1]["sampling_params"]["sampling_seed"] == 0
     assert engine.closed == 2
     out = capsys.readouterr().out
     assert "plain" in out

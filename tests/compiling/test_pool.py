@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from specjax.compiling.cache import FOLDER, open_compile_cache
-from specjax.compiling.pool import CompilePool, on_progress
+from specjax.compiling.pool import CompilePool, on_progress, usable_cores
 
 from ..settings import kept_cache_settings
 
@@ -145,3 +145,13 @@ def test_a_function_is_compiled_at_its_first_use() -> None:
         pool["double", 5]
     pool.compile(show_progress=False)
     assert [found.key for found in pool.report][2:] == ["double 2"]
+
+
+@pytest.mark.parametrize(
+    ("quota", "count"), [("max 100000", 3), ("150000 100000", 1), ("200000 100000", 2), ("", 3)]
+)
+def test_threads_use_the_cores_of_the_container(quota, count, monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 5, 9}, raising=False)
+    (tmp_path / "cpu.max").write_text(quota)
+    assert usable_cores(tmp_path / "cpu.max") == count
+    assert usable_cores(tmp_path / "none") == 3
