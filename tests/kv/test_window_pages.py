@@ -235,6 +235,30 @@ def test_simulations_meet_what_they_are_for() -> None:
         assert sum(getattr(one, name) for one in ones) > 0, name
 
 
+class After:
+    """A follower with which requests can continue after ``counts`` pages only."""
+
+    def __init__(self, *counts: int) -> None:
+        self.counts = counts
+
+    def usable(self, pages: list[int]) -> int:
+        return max(count for count in self.counts if count <= len(pages))
+
+    def drop(self, pages: list[int]) -> None:
+        """Has no pages."""
+
+
+def test_a_cached_prefix_ends_where_all_followers_can_continue() -> None:
+    allocator, writes = PageAllocator(20, 2), KVWrites.of([DraftShape.chain(0)], 1)
+    followers: Any = [After(0, 1, 4), After(0, 1, 3)]
+    budget = PageBudget(allocator, writes, lambda *_: None, 0, followers)
+    text, pages = list(range(9)), allocator.allocate(4)
+    budget.cache.insert(text, pages)
+    row = Row(1, text, CONTEXT, len(text))
+    assert budget.admit(row, [], budget.capacity([]))
+    assert (row.num_shared, row.num_matched, row.pages[0]) == (1, 8, pages[0])
+
+
 @pytest.mark.parametrize("system", [0, 40])
 def test_the_windows_of_idle_texts_stay(system: int) -> None:
     """A conversation goes on after long texts, and another begins as earlier ones did."""
