@@ -179,9 +179,8 @@ def prefill_attention(
 
         def attention(rows: Array, g: Array) -> Array:
             request, start = replace(inputs, page_table=table[g][None]), starts[g][None]
-            return tree_attention(rows[None], request, start, None, implementation=implementation)[
-                0
-            ]
+            how = {"implementation": implementation}
+            return tree_attention(rows[None], request, start, None, **how)[0]
 
         return _by_segment(q, counts, attention)
     group = heads // pool.shape[3]

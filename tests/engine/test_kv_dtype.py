@@ -12,6 +12,7 @@ import pytest
 from specjax.kernels import kv_format
 from specjax.kernels.backend import WORD
 from specjax.kernels.kv_rows import gather_rows, move_kv, scatter_rows
+from specjax.kernels.paged import PagedInputs
 from specjax.kernels.prefill_attention import prefill_attention
 from specjax.kernels.rope_store import rope_store
 from specjax.kernels.tree_attention import tree_attention
@@ -80,7 +81,7 @@ def test_kernels_lower_for_cuda(dtype: str) -> None:
     pool, ints = shape((2, 64, 2, 2, 32), WORD), partial(shape, dtype=jnp.int32)
     q, k, table = shape((2, 3, 4, 64), dtype), shape((2, 3, 2, 64), dtype), ints((2, 4))
     angles, how = shape((2, 3, 1, 32), jnp.float32), {"implementation": "pallas"}
-    form: dict[str, Any] = {"page_size": 4} | how
+    inputs = PagedInputs(pool, ints(()), table, page_size=4)  # type: ignore[arg-type]
     for function, *arguments in (
         (partial(gather_rows, **how), pool, ints((8,))),
         (partial(scatter_rows, **how), pool, ints((8,)), pool.update(shape=(2, 8, 2, 2, 32))),
@@ -89,10 +90,10 @@ def test_kernels_lower_for_cuda(dtype: str) -> None:
             lambda *x: rope_store(*x[:6], 1, x[6], **how),
             *(q, k, k, angles, angles, pool, ints((2, 3))),
         ),
-        (lambda *x: tree_attention(*x[:2], 1, *x[2:], None, **form), q, pool, table, ints((2,))),
+        (partial(tree_attention, tree_mask=None, **how), q, inputs, ints((2,))),
         (
-            lambda *x: prefill_attention(*x[:2], 1, *x[2:], **form),
-            *(shape((6, 4, 64), dtype), pool, table, ints((2,)), ints((2,))),
+            partial(prefill_attention, **how),
+            *(shape((6, 4, 64), dtype), inputs, ints((2,)), ints((2,))),
         ),
     ):
         assert TRITON_CALL in lower_for_cuda(function, *arguments)
