@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from specjax.cli.painting import AcceptPainter
 
 NUM_TIMED_RUNS = 3
+NO_GAIN = "drafts do not pay for this request here: verifying them takes longer than they save\n"
 Decode = Callable[[list[int]], str]
 # parameters without a command-line form are left out
 SAMPLING_ARGUMENTS = tuple(
@@ -253,7 +254,7 @@ def report(stats: dict[str, Any], difference: Difference | None, decode: Decode)
         f"\nplain        {stats['plain_tokens_per_second']:8.1f} tok/s"
         f"\nspeculative  {stats['speculative_tokens_per_second']:8.1f} tok/s"
         f"\nspeed-up     {stats['speed_up']:8.2f}x  (median of {NUM_TIMED_RUNS} runs each, "
-        f"with prefill, without start-up)\n{texts}"
+        f"with prefill, without start-up)\n{'' if stats['speed_up'] > 1.0 else NO_GAIN}{texts}"
     )
 
 

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specjax.cli import commands
-from specjax.cli.generate import SAMPLING_ARGUMENTS
+from specjax.cli.generate import SAMPLING_ARGUMENTS, report
 from specjax.cli.main import build_parser, main
 from specjax.cli.painting import ACCEPTED, RESET, AcceptPainter, use_colour
 from specjax.engine.args import EngineArgs
@@ -316,6 +316,14 @@ def test_compare_expects_another_text_where_acceptance_is_not_coupled(
     options = ["--temperature", str(temperature), "--sampling-seed", "3"]
     assert run("Hi", "--compare", *options, engine=engine) == status
     assert ("this is a bug" in capsys.readouterr().out) == bool(status)
+
+
+@pytest.mark.parametrize(("speed_up", "is_gain"), [(1.3, True), (0.97, False)])
+def test_a_comparison_without_a_gain_says_so(speed_up: float, is_gain: bool) -> None:
+    speeds = {"plain_tokens_per_second": 10.0, "speculative_tokens_per_second": 10.0 * speed_up}
+    text = report({**speeds, "speed_up": speed_up}, None, str)
+    assert f"{speed_up:.2f}x" in text
+    assert ("drafts do not pay" in text) != is_gain
 
 
 def test_compare_of_a_prefix_names_the_end(capsys: pytest.CaptureFixture[str]) -> None:
