@@ -217,13 +217,8 @@ def add_inspect_parser(commands: Any) -> None:
     parser.add_argument("checkpoint", metavar="DRAFT", help=text)
     text = "target to check: embedded name, directory, GGUF file or repository"
     parser.add_argument("--model", dest="target", metavar="TARGET", help=text)
-    parser.set_defaults(run=run_inspect, quiet=True)
-
-
-def run_inspect(args: argparse.Namespace, *_: Any) -> int:
-    from specjax.cli import inspect
-
-    return inspect.run_inspect(args)
+    run = lambda *inputs: import_module("specjax.cli.inspect").run_inspect(*inputs)  # noqa: E731
+    parser.set_defaults(run=run, quiet=True)
 
 
 PACKAGES = "specjax jax jaxlib flax numpy jax-cuda12-plugin jax-cuda13-plugin".split()

@@ -119,9 +119,8 @@ def run_generate(
 def _compile_for(engine: Any, request: dict[str, Any]) -> None:
     """Compile the functions of a request, so that its time includes no compilation."""
     sampling = request["sampling_params"]
-    few = min(2, sampling.get("max_new_tokens", 2))
-    brief = sampling | {"max_new_tokens": few, "min_new_tokens": 0}
-    engine.generate(**request | {"sampling_params": brief})
+    limits = {"max_new_tokens": min(2, sampling.get("max_new_tokens", 2)), "min_new_tokens": 0}
+    engine.generate(**request | {"sampling_params": sampling | limits})
     engine.flush_cache()  # the request then computes its prompt, as in a new engine
 
 

@@ -43,16 +43,14 @@ def report_error(program: str, error: Exception) -> int:
     return EXIT_BAD_INPUT
 
 
-def make_engine(**engine_args: Any) -> Any:
+def engine(**engine_args: Any) -> Any:
     """Make an engine. Only then JAX is imported, which takes seconds."""
     from specjax.engine.engine import Engine
 
     return Engine(**engine_args)
 
 
-def main(
-    argv: Sequence[str] | None = None, *, make_engine: Callable[..., Any] = make_engine
-) -> int:
+def main(argv: Sequence[str] | None = None, *, make_engine: Callable[..., Any] = engine) -> int:
     """Run the command in ``argv`` (``None``: ``sys.argv``) with engines from ``make_engine``.
 
     Returns:

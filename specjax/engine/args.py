@@ -1,7 +1,4 @@
-"""Engine arguments, checked as far as possible without a model or a device.
-
-Code that needs JAX is imported at its use: a command that only refuses an option is quick.
-"""
+"""Engine arguments, checked as far as possible without a model, a device or importing JAX."""
 
 import sys
 from collections.abc import Mapping, Sequence
