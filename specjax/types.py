@@ -32,6 +32,7 @@ class DraftShape(NamedTuple):
     block: int = 0  # rows of the draft pass if one pass drafts all tokens, otherwise 0
     # mean number of rows that are verified per request, below ``nodes``; 0 verifies all rows
     packed: int = 0
+    stores_drafts: bool = True  # whether drafting writes the KV of its nodes
 
     @classmethod
     def chain(cls, steps: int, nodes: int | None = None) -> "DraftShape":
@@ -70,7 +71,7 @@ class DraftShape(NamedTuple):
         """Number of KV indices that drafting writes after the root's; none for the last level."""
         if self.block:
             return self.block - 1
-        return max(0, self.steps - 1) * self.topk
+        return max(0, self.steps - 1) * self.topk * self.stores_drafts
 
     @property
     def rows(self) -> int:

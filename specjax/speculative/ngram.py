@@ -156,16 +156,6 @@ DEFAULT_NODES = 12
 MAX_WINDOW = MAX_BREADTH = 16
 
 
-class NgramShape(DraftShape):
-    """A tree whose nodes have no KV while they are drafted."""
-
-    __slots__ = ()
-
-    @property
-    def draft_rows(self) -> int:
-        return 0
-
-
 class CorpusTable(nnx.Module):
     """A corpus on the device, in the order of ``sort_corpus``."""
 
@@ -233,7 +223,7 @@ class Ngram(SpeculativeAlgorithm):
             )
         if self.breadth == 1 or nodes <= 2:
             return DraftShape(steps, 1, nodes)
-        return NgramShape(steps, self.breadth, nodes)
+        return DraftShape(steps, self.breadth, nodes, stores_drafts=False)
 
     def open_draft(self, args: Any, target: TargetCheckpoint, draft: Any) -> tuple[Corpus, ...]:
         """Open the corpus, if any. In a weight update, ``draft`` is another one of equal size."""

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from specjax.sampling.draw import LEAST_CONFIDENCE
+from specjax.speculative.tree import ranks
 from specjax.types import VerifyInput
 
 NO_TOKEN = -1
@@ -133,12 +134,9 @@ def best_of(some: Continuations, recency: Array, most: int) -> Continuations:
     """Choose the best M of N continuations; a higher ``recency`` i32 ``[B, N]`` is more recent."""
     matched, count = some.matched, some.matched.shape[1]
     index = jnp.arange(count, dtype=jnp.int32)
-    longer = matched[:, None, :] > matched[:, :, None]
-    equal = matched[:, None, :] == matched[:, :, None]
     later = recency[:, None, :] > recency[:, :, None]
     same = recency[:, None, :] == recency[:, :, None]
-    before = longer | equal & (later | same & (index < index[:, None]))
-    rank = jnp.sum(before, axis=2, dtype=jnp.int32)
+    rank = ranks(matched, later | same & (index < index[:, None]))
     wanted = jnp.arange(most, dtype=jnp.int32)
     chosen = jnp.argmax(rank[:, None, :] == wanted[:, None], axis=2)
     return Continuations(
@@ -217,11 +215,8 @@ def ngram_tree(
     score, nodes = flat(score), flat(is_node)
     depth = jnp.repeat(jnp.arange(steps, dtype=jnp.int32), most)
     place = jnp.arange(steps * most, dtype=jnp.int32)
-    higher = score[:, None, :] > score[:, :, None]
-    ties = score[:, None, :] == score[:, :, None]
     first = (depth < depth[:, None]) | ((depth == depth[:, None]) & (place > place[:, None]))
-    rank = jnp.sum((higher | ties & first) & nodes[:, None, :], axis=2, dtype=jnp.int32)
-    chosen = nodes & (rank < rows - 1)
+    chosen = nodes & (ranks(jnp.where(nodes, score, -1.0), first) < rows - 1)
     row = jnp.cumsum(chosen, axis=1, dtype=jnp.int32)  # row of a chosen candidate, from 1
     wanted = jnp.arange(1, rows, dtype=jnp.int32)
     picks = chosen[:, None, :] & (row[:, None, :] == wanted[:, None])  # [B, T - 1, P]

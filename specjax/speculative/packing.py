@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from specjax.kv.pages import Segments
+from specjax.speculative.tree import ranks, take
 from specjax.types import DraftShape, VerifyInput
 
 # limit of the log-odds of a confidence, as in the estimator that fits the calibration
@@ -56,34 +57,10 @@ def admit(survivals: Array, is_live: Array, num_rows: int) -> Array:
     """
     best = jnp.where(is_live[:, None], survivals, 0.0).T.reshape(-1)
     index = jnp.arange(best.shape[0])
-    # compare all pairs in one kernel, because a sort takes several
-    higher, ties = best > best[:, None], best == best[:, None]
-    rank = jnp.sum(higher | ties & (index < index[:, None]), axis=1, dtype=jnp.int32)
+    rank = ranks(best, index < index[:, None])
     is_admitted = (best > 0) & (rank < num_rows - jnp.sum(is_live, dtype=jnp.int32))
     drafts = jnp.sum(is_admitted.reshape(-1, len(is_live)), axis=0, dtype=jnp.int32)
     return is_live.astype(jnp.int32) + drafts
-
-
-def reorder(tree: VerifyInput, order: Array) -> VerifyInput:
-    """Put drafts i32 ``[B, T - 1]``, counted from 0, in another order; parents must come first."""
-    rows = jnp.pad(order + 1, ((0, 0), (1, 0)))
-    moved_to = jnp.argsort(rows, axis=1).astype(jnp.int32)
-
-    def take(x: Array) -> Array:
-        return jnp.take_along_axis(x, rows, axis=1)
-
-    parents, probs, where = take(tree.parents), tree.confidences, tree.draft_rows
-    moved = jnp.take_along_axis(moved_to, jnp.maximum(parents, 0), axis=1)
-    mask = jnp.take_along_axis(tree.tree_mask, rows[:, :, None], axis=1)
-    return replace(
-        tree,
-        draft_tokens=take(tree.draft_tokens),
-        parents=jnp.where(parents >= 0, moved, -1),
-        positions=take(tree.positions),
-        tree_mask=jnp.take_along_axis(mask, rows[:, None, :], axis=2),
-        draft_rows=None if where is None else take(where),
-        confidences=None if probs is None else jnp.take_along_axis(probs, order, axis=1),
-    )
 
 
 def keep_best(
@@ -97,12 +74,13 @@ def keep_best(
     :func:`survival`; R is ``num_slots``.
     """
     slope, intercepts, offsets = jnp.split(calibration, (1, len(calibration) - num_slots))
-    found = survival(tree, slope[0], intercepts, offsets[slots])
+    survivals = survival(tree, slope[0], intercepts, offsets[slots])
     if shape.topk > 1:
-        order = jnp.argsort(-found, axis=1, stable=True).astype(jnp.int32)
-        tree, found = reorder(tree, order), jnp.take_along_axis(found, order, axis=1)
+        order = jnp.argsort(-survivals, axis=1, stable=True).astype(jnp.int32)
+        tree = take(tree, jnp.pad(order + 1, ((0, 0), (1, 0))))
+        survivals = jnp.take_along_axis(survivals, order, axis=1)
     is_live = slots > 0
-    counts = admit(found, is_live, len(slots) * shape.packed)
+    counts = admit(survivals, is_live, len(slots) * shape.packed)
     return replace(tree, num_proposed=jnp.where(is_live, counts - 1, 0))
 
 

@@ -3,7 +3,9 @@
 Axes: B batch, T tree rows, S steps, A accept width, K branches per level, P candidates.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,21 +38,85 @@ def chain_input(
     )
 
 
+def tree_input(
+    draft_tokens: Array,
+    parents: Array,
+    seq_lens: Array,
+    num_proposed: Array | None = None,
+    depth: int | None = None,
+) -> VerifyInput:
+    """The verify input of a tree, with its mask and positions.
+
+    Args:
+        draft_tokens: i32 ``[B, T]``, root first.
+        parents: i32 ``[B, T]``, the row of each node's parent, which precedes it; -1 for the root.
+        seq_lens: i32 ``[B]``, the positions of the roots.
+        num_proposed: i32 ``[B]``, number of drafts that are proposed, the first ones; default: all.
+        depth: maximum depth of a node; default: T - 1.
+    """
+    batch, rows = parents.shape
+    if num_proposed is None:
+        num_proposed = jnp.full(batch, rows - 1, jnp.int32)
+    index = jnp.arange(rows, dtype=jnp.int32)
+    mask = jnp.broadcast_to(index[:, None] == index, (batch, rows, rows))
+    ancestor = parents
+    for _ in range(rows - 1 if depth is None else depth):
+        mask |= ancestor[:, :, None] == index
+        ancestor = jnp.where(
+            ancestor > 0, jnp.take_along_axis(parents, jnp.maximum(ancestor, 0), axis=1), -1
+        )
+    # count depths from the mask, so that rotary positions always agree with it
+    depths = jnp.sum(mask, axis=2, dtype=jnp.int32) - 1
+    positions = seq_lens[:, None] + depths
+    return VerifyInput(draft_tokens, num_proposed, parents, positions, mask)
+
+
+# the arrays of a tree by node, except its mask, with the index of the first node of each
+BY_NODE = {"draft_tokens": 0, "parents": 0, "positions": 0, "draft_rows": 0}
+BY_NODE |= {"draft_probs": 1, "confidences": 1}
+
+
+def _by_node(tree: VerifyInput, change: Callable[[Array, int], Array]) -> dict[str, Any]:
+    """Change the arrays of a tree in ``BY_NODE``; ``change`` also gets the index of the first."""
+    return {
+        name: None if (leaf := getattr(tree, name)) is None else change(leaf, begin)
+        for name, begin in BY_NODE.items()
+    }
+
+
 def truncate(tree: VerifyInput, nodes: int) -> VerifyInput:
     """Keep the first ``nodes`` rows of a drafted tree, in which parents come before children."""
     if nodes >= tree.draft_tokens.shape[1]:
         return tree
-    probs, rows, confidences = tree.draft_probs, tree.draft_rows, tree.confidences
-    return VerifyInput(
-        draft_tokens=tree.draft_tokens[:, :nodes],
+    return replace(
+        tree,
+        **_by_node(tree, lambda leaf, begin: leaf[:, : nodes - begin]),
         num_proposed=jnp.minimum(tree.num_proposed, nodes - 1),
-        parents=tree.parents[:, :nodes],
-        positions=tree.positions[:, :nodes],
         tree_mask=tree.tree_mask[:, :nodes, :nodes],
-        draft_probs=None if probs is None else probs[:, : nodes - 1],
-        draft_rows=None if rows is None else rows[:, :nodes],
-        confidences=None if confidences is None else confidences[:, : nodes - 1],
     )
+
+
+def take(tree: VerifyInput, nodes: Array) -> VerifyInput:
+    """The tree of the nodes i32 ``[B, N]`` of another one; parents must come before children.
+
+    The root must be the first node. The number of proposed drafts stays the same.
+    """
+
+    indices = nodes, nodes[:, 1:] - 1
+
+    def pick(leaf: Array, begin: int) -> Array:
+        index = indices[begin]
+        return jnp.take_along_axis(leaf, index.reshape(*index.shape, *[1] * (leaf.ndim - 2)), 1)
+
+    leaves = _by_node(tree, pick)
+    # compare all pairs in one kernel, because a sort takes several
+    is_parent = nodes[:, None, :] == leaves["parents"][:, :, None]
+    leaves["parents"] = jnp.where(
+        leaves["parents"] >= 0, jnp.argmax(is_parent, axis=2).astype(jnp.int32), -1
+    )
+    mask = jnp.take_along_axis(tree.tree_mask, nodes[:, :, None], axis=1)
+    mask = jnp.take_along_axis(mask, nodes[:, None, :], axis=2)
+    return replace(tree, **leaves, tree_mask=mask)
 
 
 def with_forced(tree: VerifyInput, forced: Array) -> VerifyInput:
@@ -72,24 +138,33 @@ def with_forced(tree: VerifyInput, forced: Array) -> VerifyInput:
     drafts = jnp.zeros((len(count), width - 1), jnp.int32)
     drafts = drafts.at[:, : forced.shape[1]].set(jnp.where(depth < count[:, None], forced, 0))
     root = tree.draft_tokens[:, :1]
-    chain = chain_input(jnp.concatenate([root, drafts], axis=1), tree.positions[:, 0], count)
-
-    def pick(own: Array, new: Array) -> Array:
-        return jnp.where(is_path.reshape(-1, *[1] * (own.ndim - 1)), own, new)
-
-    rows, confidences = tree.draft_rows, tree.confidences
-    if confidences is not None:  # 0: the drafter has tried nothing
-        confidences = pick(confidences, jnp.zeros_like(confidences))
-    return replace(
-        tree,
-        draft_tokens=pick(tree.draft_tokens, chain.draft_tokens),
-        num_proposed=pick(tree.num_proposed, chain.num_proposed),
-        parents=pick(tree.parents, chain.parents),
-        positions=pick(tree.positions, chain.positions),
-        tree_mask=pick(tree.tree_mask, chain.tree_mask),
-        draft_rows=None if rows is None else pick(rows, jnp.full_like(rows, -1)),
-        confidences=confidences,
+    chain = replace(
+        chain_input(jnp.concatenate([root, drafts], axis=1), tree.positions[:, 0], count),
+        draft_probs=tree.draft_probs,
+        draft_rows=jax.tree.map(lambda rows: jnp.full_like(rows, -1), tree.draft_rows),
+        # 0: the drafter has tried nothing
+        confidences=jax.tree.map(jnp.zeros_like, tree.confidences),
     )
+
+    def pick(old: Array, new: Array) -> Array:
+        if new is old:
+            return old
+        return jnp.where(is_path.reshape(-1, *[1] * (old.ndim - 1)), old, new)
+
+    picked: VerifyInput = jax.tree.map(pick, tree, chain)
+    return picked
+
+
+def ranks(scores: Array, is_earlier: Array) -> Array:
+    """Number i32 ``[..., P]`` of candidates that come before each of P candidates.
+
+    A higher score comes first. Of equal scores, ``is_earlier`` bool ``[..., P, P]`` has in its last
+    axis those that come before a candidate. All pairs are compared in one kernel, because a sort
+    takes several.
+    """
+    higher = scores[..., None, :] > scores[..., :, None]
+    ties = scores[..., None, :] == scores[..., :, None]
+    return jnp.sum(higher | ties & is_earlier, axis=-1, dtype=jnp.int32)
 
 
 def select_tree(
@@ -139,24 +214,9 @@ def select_tree(
     before = jnp.sum(chosen[:, None, :] < parent[:, :, None], axis=2, dtype=jnp.int32)
     root = jnp.full((batch, 1), -1, jnp.int32)
     parents = jnp.concatenate([root, jnp.where(is_first, 0, before + 1)], axis=1)
-    index = jnp.arange(rows, dtype=jnp.int32)
-    mask = jnp.broadcast_to(index[:, None] == index, (batch, rows, rows))
-    ancestor = parents
-    for _ in range(1 + (pool - topk) // topk**2):
-        mask |= ancestor[:, :, None] == index
-        ancestor = jnp.where(
-            ancestor > 0, jnp.take_along_axis(parents, jnp.maximum(ancestor, 0), axis=1), -1
-        )
-    # count depths from the mask, so that rotary positions always agree with it
-    depths = jnp.sum(mask, axis=2, dtype=jnp.int32) - 1
-    tree = VerifyInput(
-        draft_tokens=jnp.concatenate([bonus_tokens[:, None], drafts], axis=1),
-        num_proposed=num_proposed,
-        parents=parents,
-        positions=seq_lens[:, None] + depths,
-        tree_mask=mask,
-    )
-    return tree, chosen
+    tokens = jnp.concatenate([bonus_tokens[:, None], drafts], axis=1)
+    depth = 1 + (pool - topk) // topk**2
+    return tree_input(tokens, parents, seq_lens, num_proposed, depth), chosen
 
 
 def spread_count(seq_lens: Array, num_steps: int, accept_length: float) -> Array:

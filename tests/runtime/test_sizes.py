@@ -23,7 +23,7 @@ from specjax.runtime.runner_config import (
 )
 from specjax.sampling.accept_draws import Acceptance
 from specjax.speculative.eagle import masked_shapes
-from specjax.speculative.ngram import NGRAM, NgramShape
+from specjax.speculative.ngram import NGRAM
 from specjax.testing import EAGLE3, TARGET
 from specjax.types import DraftShape
 
@@ -164,7 +164,7 @@ def test_prompts_fill_three_quarters_of_prefills(largest, num_tokens) -> None:
         (DraftShape.chain(3), 4 + 2),
         (DraftShape(2, 3, 6), 3 + 3),
         (DraftShape.chain(3)._replace(block=5), 4 + 4),
-        (NgramShape(3, 4, 9), 8),  # drafts have no KV
+        (DraftShape(3, 4, 9, stores_drafts=False), 8),  # drafts have no KV
         (DraftShape.chain(0), 0),
     ],
 )
@@ -240,9 +240,9 @@ def test_probabilities_that_drafts_are_judged_by_count() -> None:
 @pytest.mark.parametrize(
     ("context", "shape", "breadth"),
     [
-        (2**17, NgramShape(11, 10, 12), 10),
+        (2**17, DraftShape(11, 10, 12, stores_drafts=False), 10),
         (2**17, DraftShape.chain(11), 1),
-        (2**10, NgramShape(63, 16, 64), 16),
+        (2**10, DraftShape(63, 16, 64, stores_drafts=False), 16),
     ],
     ids=["long", "chain", "wide"],
 )

@@ -8,7 +8,7 @@ import pytest
 from specjax.engine.args import EngineArgs
 from specjax.sampling.params import SamplingParams
 from specjax.speculative.algorithm import SpeculativeAlgorithm
-from specjax.speculative.ngram import CorpusConfig, NgramShape, sort_corpus
+from specjax.speculative.ngram import CorpusConfig, sort_corpus
 from specjax.types import DraftShape
 
 from ..runners import copied_weights, make_request, make_runner, plain_outputs, run_requests
@@ -16,7 +16,7 @@ from ..scheduling.serving import Serving
 from .test_identity import JOBS, check, expected
 
 NGRAM = SpeculativeAlgorithm.from_string("NGRAM")
-SHAPE = NgramShape(5, 10, 6)
+SHAPE = DraftShape(5, 10, 6, stores_drafts=False)
 RNG = np.random.default_rng(3)
 PHRASE = RNG.integers(6, 61, size=7).tolist()
 PROMPTS = [
@@ -55,7 +55,7 @@ def served(serving, prompts, params=GREEDY):
     [
         (SHAPE, 1, NGRAM),
         (DraftShape.chain(4), 4, replace(NGRAM, breadth=1)),
-        (NgramShape(15, 10, 16), 1, replace(NGRAM, by_frequency=True)),
+        (DraftShape(15, 10, 16, stores_drafts=False), 1, replace(NGRAM, by_frequency=True)),
     ],
 )
 def test_equals_dense_decoding(shape, rounds, algorithm):
@@ -144,13 +144,17 @@ def test_shapes():
     def shapes(**changes):
         return EngineArgs(speculative_algorithm="NGRAM", **changes).shapes
 
-    assert shapes() == (NgramShape(11, 10, 12),)
+    assert shapes() == (DraftShape(11, 10, 12, stores_drafts=False),)
     assert shapes()[0].rows == 12
-    assert shapes(speculative_num_steps=3) == (NgramShape(3, 10, 4),)
+    assert shapes(speculative_num_steps=3) == (DraftShape(3, 10, 4, stores_drafts=False),)
     assert shapes(speculative_num_steps=3, speculative_num_draft_tokens=16)[0].nodes == 16
     assert shapes(speculative_ngram_max_bfs_breadth=1) == (DraftShape.chain(11),)
-    assert [type(shape) for shape in shapes()] == [NgramShape]
+    assert not shapes()[0].stores_drafts
     tiers = shapes(
         speculative_adaptive=True, speculative_adaptive_config={"candidate_steps": [0, 1, 7]}
     )
-    assert tiers == (DraftShape.chain(0), DraftShape.chain(1), NgramShape(7, 10, 8))
+    assert tiers == (
+        DraftShape.chain(0),
+        DraftShape.chain(1),
+        DraftShape(7, 10, 8, stores_drafts=False),
+    )

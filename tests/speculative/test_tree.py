@@ -16,6 +16,8 @@ from specjax.speculative.tree import (
     simulated_path,
     simulated_tokens,
     spread_count,
+    take,
+    tree_input,
     truncate,
 )
 from specjax.types import DraftShape, NodeOutputs, VerifyInput
@@ -50,6 +52,28 @@ def test_the_first_rows_of_a_tree_are_a_tree() -> None:
     cut = replace(cut, draft_probs=leaves["draft_probs"][:, :3])
     assert jax.tree.all(jax.tree.map(np.array_equal, truncate(whole, 4), cut))
     assert truncate(whole, 6) is whole
+
+
+def test_mask_and_positions_follow_from_the_parents() -> None:
+    tokens, lens = jnp.arange(6, dtype=jnp.int32)[None], jnp.array([5], jnp.int32)
+    parents = jnp.array([[-1, 0, 0, 1, 2, 4]], jnp.int32)
+    tree = tree_input(tokens, parents, lens)
+    assert tree.tree_mask.tolist() == [np.array(SEES, bool).tolist()]
+    assert tree.positions.tolist() == [[5, 6, 6, 7, 7, 8]]
+    assert tree.num_proposed.tolist() == [5]
+    shallow = tree_input(tokens, parents, lens, tree.num_proposed, depth=3)
+    assert jax.tree.all(jax.tree.map(np.array_equal, shallow, tree))
+
+
+def test_some_nodes_of_a_tree_are_a_tree() -> None:
+    parents = jnp.array([[-1, 0, 0, 1, 2, 4]], jnp.int32)
+    tokens, lens = 10 + jnp.arange(6, dtype=jnp.int32)[None], jnp.array([5], jnp.int32)
+    after = jnp.arange(5.0)[None]
+    tree = replace(tree_input(tokens, parents, lens), draft_rows=tokens, confidences=after)
+    nodes = jnp.array([[0, 2, 4, 1]], jnp.int32)
+    taken = tree_input(10 + nodes, jnp.array([[-1, 0, 1, 0]]), lens, tree.num_proposed)
+    taken = replace(taken, draft_rows=10 + nodes, confidences=jnp.array([[1.0, 3.0, 0.0]]))
+    assert jax.tree.all(jax.tree.map(np.array_equal, take(tree, nodes), taken))
 
 
 def test_chain_layout():
