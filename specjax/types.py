@@ -150,6 +150,35 @@ class NodeOutputs:
     draft_rows: Array | None = None  # i32 [B, T], as in VerifyInput
 
 
+class RoundResults(NamedTuple):
+    """Results of a round for each request, in the order of the packed columns."""
+
+    tokens: Any  # i32 [..., A], the target's tokens after the accepted path's nodes, then 0
+    # The float32 bits i32 [..., A - 1] of the confidence of the draft that was tried at each depth,
+    # or [..., 0] if they are not read. The first num_accepted_drafts were accepted, the next one
+    # was rejected, and 0 means that no draft was tried.
+    confidence_bits: Any
+    num_proposed_drafts: Any  # i32 [...], those that are verified: a request verifies 1 row more
+    num_accepted_drafts: Any  # i32 [...]
+    num_accepted_tokens: Any  # i32 [...], including the bonus token; 0 for padding
+
+    @classmethod
+    def unpack(cls, packed: Any, accept_width: int) -> "RoundResults":
+        """Split an array ``[..., columns]``, of the host or of the device."""
+        counts = (packed[..., column] for column in range(-3, 0))
+        return cls(packed[..., :accept_width], packed[..., accept_width:-3], *counts)
+
+    def lists(self) -> "RoundResults":
+        """Make lists of host arrays, which are faster to index, except for confidences."""
+        tokens, bits, *counts = self
+        return RoundResults(tokens.tolist(), bits, *(count.tolist() for count in counts))
+
+    def pack(self) -> Array:
+        """Join device arrays to one i32 array ``[..., columns]``."""
+        counts = (count[..., None] for count in self[2:])
+        return jnp.concatenate([self.tokens, self.confidence_bits, *counts], axis=-1)
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class VerifyOutput:
@@ -157,23 +186,18 @@ class VerifyOutput:
 
     accept_index: Array  # i32 [B, A], tree rows on the accepted path, root first, then -1
     outputs: NodeOutputs  # [B, A, ...], for the accepted path
-    packed: Array  # i32 [B, A + 3] or wider, as in RoundOutput
+    packed: Array  # i32 [B, columns], see RoundResults
     bonus_tokens: Array  # i32 [B], the last accepted token
 
     @property
-    def num_proposed_drafts(self) -> Array:
-        """i32 ``[B]``."""
-        return self.packed[:, -3]
+    def results(self) -> RoundResults:
+        """The columns of ``packed``."""
+        return RoundResults.unpack(self.packed, self.accept_index.shape[1])
 
-    @property
-    def num_accepted_drafts(self) -> Array:
-        """i32 ``[B]``."""
-        return self.packed[:, -2]
-
-    @property
-    def num_accepted_tokens(self) -> Array:
-        """i32 ``[B]``, including the bonus token."""
-        return self.packed[:, -1]
+    # i32 [B], as in RoundResults
+    num_proposed_drafts = property(lambda self: self.results.num_proposed_drafts)
+    num_accepted_drafts = property(lambda self: self.results.num_accepted_drafts)
+    num_accepted_tokens = property(lambda self: self.results.num_accepted_tokens)
 
     @property
     def accept_tokens(self) -> Array:
@@ -191,12 +215,7 @@ class VerifyOutput:
 class RoundOutput:
     """The outputs of a round that the host reads."""
 
-    # i32 [B, A + 3]: accept_tokens, num_proposed_drafts, num_accepted_drafts, num_accepted_tokens.
-    # If confidences are read, A - 1 columns stand before the counts: the float32 bits of the
-    # confidence of the draft that was tried at each depth. The first num_accepted_drafts were
-    # accepted, the next one was rejected, and 0 means that no draft was tried. Proposed drafts are
-    # those that are verified: a request verifies num_proposed_drafts + 1 rows.
-    packed: Array
+    packed: Array  # i32 [B, columns], see RoundResults; [chunks] of prefill
     logprobs: Logprobs | None  # [B, A]
     hidden_states: Array | None  # [B, A, D], one per token
     prompt_logprobs: Logprobs | None = None  # [P], from prefill if requested

@@ -123,13 +123,8 @@ class RoundFunctions:
             simulates_acceptance=self._config.simulates_acceptance,
         )
 
-        def flat(
-            target: Weights,
-            draft: Weights,
-            state: DeviceState,
-            by_slot: spec_round.SlotInputs,
-            *others: Any,
-        ) -> Any:
+        def flat(target: Weights, draft: Weights, state: DeviceState, *inputs: Any) -> Any:
+            by_slot, *others = inputs
             models = nets.target.rebuild(target), nets.draft.rebuild(draft)
             resident = spec_round.Resident(*models, by_slot)
             return function(resident, state, *others, config=config, **options)

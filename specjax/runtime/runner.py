@@ -85,6 +85,8 @@ class ModelRunner:
     arrays; no method waits for the device.
     """
 
+    config: RunnerConfig
+    tables: HostTables
     weights: tuple[Weights, Weights]  # flat, of target and draft, on the device
     _calibration: np.ndarray  # f32 [1 + S + R]
     on_device: DeviceState
@@ -307,38 +309,34 @@ class ModelRunner:
     def round(self, slots: Sequence[int], tier: DraftShape | None = None) -> Dispatched:
         """Dispatch the rounds of one call for request slots, by default in the largest tier.
 
-        The result is i32 ``[rounds_per_dispatch, bucket, A + 3]``, in the order of ``slots`` and
-        with padding; see :class:`~specjax.types.RoundOutput`.
+        The result is i32 ``[rounds_per_dispatch, bucket, columns]``, in the order of ``slots`` and
+        with padding; see :class:`~specjax.types.RoundResults`.
         """
         config = self.config
         tier = config.largest if tier is None else tier
         if tier not in config.shapes:
             raise ValueError(f"{tier=} is not compiled; compiled tiers: {config.shapes}")
-        if self._watch is None:
-            out = self._dispatch(self._greedy_or_not("round", slots), slots, tier)
-        else:
-            out = self._watched_rounds(slots, tier)
+        if self._watch is not None:
+            return self._watched_rounds(slots, tier)
+        out = self.dispatch(self._greedy_or_not("round", slots), slots, tier)
         return self._dispatched(out, slots, tier)
 
-    def _watched_rounds(self, slots: Sequence[int], tier: DraftShape) -> RoundOutput:
+    def _watched_rounds(self, slots: Sequence[int], tier: DraftShape) -> Dispatched:
         """Run the rounds of one call as if a grammar that allows all tokens limited a request."""
-        batch = pick_bucket(len(slots), self.config.batch_buckets)
-        widths = mask_words(self.networks.target_config.vocab_size), 1 + tier.steps
-        limits = [np.full((batch, tier.nodes, width), -1, np.int32) for width in widths]
-        tree, outs = self.draft(slots, tier), []
+        limits = self.open_limits(pick_bucket(len(slots), self.config.batch_buckets), tier)
+        tree, results = self.dispatch("draft", slots, tier), []
         for _ in range(self.config.rounds_per_dispatch):
-            passed = self.run_target(slots, tier, tree)
-            out, tree = self._finish(slots, tier, tree, passed, *limits)
-            outs.append(out)
-        return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *outs)
+            passed = self.dispatch("target", slots, tier, tree)
+            result, tree = self.finish_round(slots, tier, tree, passed, *limits)
+            results.append((result.tokens, result.logprobs, result.hidden_states))
+        joined = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *results)
+        return Dispatched(joined[0], joined[1], hidden_states=joined[2], tier=tier)
 
-    def draft(self, slots: Sequence[int], tier: DraftShape) -> VerifyInput:
-        """Dispatch the drafting of a round that is split for grammars."""
-        return self._dispatch("draft", slots, tier)
-
-    def run_target(self, slots: Sequence[int], tier: DraftShape, tree: VerifyInput) -> TargetPass:
-        """Dispatch the first call of a round that is split for grammars."""
-        return self._dispatch("target", slots, tier, tree)
+    def open_limits(self, batch: int, tier: DraftShape) -> tuple[np.ndarray, np.ndarray]:
+        """Masks and forced tokens for :meth:`finish_round` that limit nothing."""
+        widths = mask_words(self.networks.target_config.vocab_size), 1 + tier.steps
+        masks, forced = (np.full((batch, tier.nodes, width), -1, np.int32) for width in widths)
+        return masks, forced
 
     def finish_round(
         self,
@@ -355,31 +353,20 @@ class ModelRunner:
         ``masks`` i32 ``[bucket, T, V / 32]`` and ``forced`` i32 ``[bucket, T, 1 + S]`` are as in
         :func:`~specjax.speculative.round.finish_stage`.
         """
-        out, tree = self._finish(slots, tier, tree, passed, masks, forced)
-        return self._dispatched(out, slots, tier), tree
-
-    def _finish(
-        self,
-        slots: Sequence[int],
-        tier: DraftShape,
-        tree: VerifyInput,
-        passed: TargetPass,
-        masks: np.ndarray,
-        forced: np.ndarray,
-    ) -> tuple[RoundOutput, VerifyInput]:
         limits = self.networks.placement.put((masks, forced))
         name = "watched" if self._watch else self._greedy_or_not("finish", slots)
-        out, following, verified = self._dispatch(name, slots, tier, tree, passed, *limits)
+        out, following, verified = self.dispatch(name, slots, tier, tree, passed, *limits)
         if self._watch:
             self._watch(self._padded_slots(slots), tree, verified)
-        return out, following
+        return self._dispatched(out, slots, tier), following
 
     def _greedy_or_not(self, name: str, slots: Sequence[int]) -> str:
         """The function for greedy batches, if it was compiled and these slots are greedy."""
         is_greedy = self.config.on_gpu and self.tables.is_greedy[list(slots)].all()
         return f"greedy_{name}" if is_greedy else name
 
-    def _dispatch(self, name: str, slots: Sequence[int], tier: DraftShape, *inputs: Any) -> Any:
+    def dispatch(self, name: str, slots: Sequence[int], tier: DraftShape, *inputs: Any) -> Any:
+        """Dispatch a function of rounds, such as "draft" or "target" of one that is split."""
         padded = self._padded_slots(slots)
         batch = len(padded)
         if self._watch and not self.compiled.has(("watched", tier, batch)):

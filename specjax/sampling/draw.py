@@ -55,15 +55,6 @@ class SamplingConfig:
 LEAST_CONFIDENCE = 1e-30
 
 
-def zero_logprobs(shape: tuple[int, ...], num_top: int) -> Logprobs:
-    """Zeros as log-probabilities for an array of tokens of this shape."""
-    return Logprobs(
-        chosen=jnp.zeros(shape, jnp.float32),
-        top_ids=jnp.zeros((*shape, num_top), jnp.int32),
-        top_values=jnp.zeros((*shape, num_top), jnp.float32),
-    )
-
-
 def target_tokens(
     logits: Array,
     tree: VerifyInput,

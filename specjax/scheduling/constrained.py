@@ -50,8 +50,8 @@ class ConstrainedRounds:
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
         self._started: StartedRound | None = None
-        # masks and forced tokens by their shapes (new memory of 2 MB takes 1 ms, filling 0.3 ms),
-        # the nodes in use of each row, and the last call that reads them
+        # masks and forced tokens by batch size and tier (new memory of 2 MB takes 1 ms, filling 0.3
+        # ms), the nodes in use of each row, and the last call that reads them
         self._buffers: dict[Any, tuple[np.ndarray, np.ndarray]] = {}
         self._written: dict[int, int] = {}
         self._last: jax.Array | None = None
@@ -80,10 +80,10 @@ class ConstrainedRounds:
         if self._drafted is not None and self._drafted[:2] == (rows, tier):
             tree = self._drafted[2]
         else:
-            tree = self._runner.draft(slots, tier)
+            tree = self._runner.dispatch("draft", slots, tier)
         for array in (tree.draft_tokens, tree.parents, tree.num_proposed):
             array.copy_to_host_async()
-        passed = self._runner.run_target(slots, tier, tree)
+        passed = self._runner.dispatch("target", slots, tier, tree)
         self._started, self._drafted = StartedRound(rows, tier, tree, passed), None
 
     def finish(self) -> tuple[Sequence[RunningRequest], Dispatched | None]:
@@ -112,12 +112,10 @@ class ConstrainedRounds:
         """Masks i32 ``[bucket, T, V / 32]`` and forced tokens i32 ``[bucket, T, 1 + S]``."""
         rows, tier = started.rows, started.tier
         batch = pick_bucket(len(rows), self._runner.config.batch_buckets)
-        widths = self._runner.tables.masks.shape[1], 1 + tier.steps
-        sizes = batch, tier.nodes, *widths
-        if sizes not in self._buffers:
-            buffers = [np.full((batch, tier.nodes, width), -1, np.int32) for width in widths]
-            self._buffers, self._written = {sizes: (buffers[0], buffers[1])}, {}
-        masks, forced = self._buffers[sizes]
+        if (batch, tier) not in self._buffers:
+            limits = self._runner.open_limits(batch, tier)
+            self._buffers, self._written = {(batch, tier): limits}, {}
+        masks, forced = self._buffers[batch, tier]
         limited = {
             i: constraint
             for i, row in enumerate(rows)

@@ -21,7 +21,7 @@ from specjax.scheduling.constrained import ConstrainedRounds
 from specjax.scheduling.prefill_times import PrefillTimes
 from specjax.scheduling.request import Request, RunningRequest
 from specjax.speculative.prefill import Chunk
-from specjax.types import NO_DRAFTS, DraftShape
+from specjax.types import NO_DRAFTS, DraftShape, RoundResults
 
 logger = logging.getLogger(__name__)
 
@@ -168,8 +168,9 @@ class InFlight:
             return
         is_ready = result.is_ready
         # wait for every chunk, not only for a prompt's last one, so that the host is not far ahead
-        packed = result.read()
-        values: list[Any] = packed.tolist()
+        packed, accept_width = result.read(), result.tier.accept_width
+        rounds = RoundResults.unpack(packed, accept_width).lists() if batch_size else None
+        first_tokens = [] if batch_size else packed.tolist()
         reported = result.logprobs, result.prompt_logprobs, result.hidden_states
         logprobs, prompt, states = jax.tree.map(np.asarray, reported)
         if states is not None:
@@ -182,20 +183,22 @@ class InFlight:
         if width and not is_ready and (dispatched > self._read_time or not self._was_ready):
             self.prefill_times.observe(width, now - max(dispatched, self._read_time))
         self._read_time, self._was_ready = now, is_ready
-        seconds = 0.0 if self._started is None else (now - self._started) / max(1, len(values))
+        seconds = 0.0
+        if rounds is not None and self._started is not None:
+            seconds = (now - self._started) / len(rounds.tokens)
         # a round of two calls joins the queue at the second
         follows = self._queue[0][2] if self._queue else self.constrained.rows
         self._started = now if batch_size and follows else None
-        if batch_size and self._controller is not None:
-            self._report_accepted(self._controller, rows, values, packed, result.tier, seconds)
+        if rounds and self._controller is not None:
+            self._report_accepted(self._controller, rows, rounds, result.tier, batch_size, seconds)
         for i, row in enumerate(rows):
             own = slice(at, at := at + pieces[i].num_tokens) if pieces else None
             if row.is_released:
                 continue
             try:
-                if batch_size:
-                    take = partial(self._take_rounds, row, i, values, result.tier, reports, now)
-                    new = values[0][i][: values[0][i][-1]]
+                if rounds:
+                    take = partial(self._take_rounds, row, i, rounds, result.tier, reports, now)
+                    new = rounds.tokens[0][i][: rounds.num_accepted_tokens[0][i]]
                     self._readings.append(Reading(row, new[: row.request.num_left], take))
                     continue
                 piece = pieces[i]
@@ -204,7 +207,7 @@ class InFlight:
                     row.request.take_prompt_logprobs(piece.start, part)
                 if piece.is_last:
                     first = jax.tree.map(lambda leaf, i=i: leaf[i : i + 1], reports)
-                    self.add_first(row, values[i], first, now)
+                    self.add_first(row, first_tokens[i], first, now)
             except Exception as error:
                 yield row, error
         yield from self.settle()
@@ -262,26 +265,27 @@ class InFlight:
         self,
         row: RunningRequest,
         index: int,
-        rounds: list[list[list[int]]],
+        rounds: RoundResults,
         tier: DraftShape,
         reports: tuple[Any, ...],
         now: float,
     ) -> None:
         """Append the tokens from the rounds of one call to a row until its request ends.
 
-        Entry ``index`` of each round has the tokens, then the numbers of proposed drafts, accepted
-        drafts and tokens. The number of tokens is 0 if the row had already stopped.
+        ``index`` is the row's. Its number of tokens is 0 in rounds after it has stopped.
         """
         request, spec = row.request, row.request.spec
-        row.unread_rounds -= len(rounds)
+        row.unread_rounds -= len(rounds.tokens)
         kept = 0
-        for number, batch in enumerate(rounds):
-            *tokens, proposed, accepted, count = batch[index]
+        for number, tokens in enumerate(rounds.tokens):
+            count = rounds.num_accepted_tokens[number][index]
             if count == 0 or request.is_finished:
                 break
+            proposed = rounds.num_proposed_drafts[number][index]
+            accepted = rounds.num_accepted_drafts[number][index]
             self._metrics.rows_by_proposed[proposed] += 1
             own = jax.tree.map(lambda leaf, at=(number, index): leaf[at], reports)
-            kept += request.append_round(tokens[:count], proposed, accepted, tier, *own)
+            kept += request.append_round(tokens[index][:count], proposed, accepted, tier, *own)
         row.kv_len += kept
         if kept:
             self._report_tokens(request, kept, now)
@@ -296,35 +300,30 @@ class InFlight:
         self,
         controller: TierController,
         rows: Sequence[RunningRequest],
-        rounds: list[Any],
-        packed: np.ndarray,
+        rounds: RoundResults,
         tier: DraftShape,
+        batch_size: int,
         seconds: float,
     ) -> None:
-        """Report the accepted drafts of each round to the controller, without ended requests.
-
-        ``rounds`` has the values of ``packed``, which :meth:`_take_rounds` describes.
-        """
-        context, share, batch_size = mean_context(rows), share_drafting(rows), packed.shape[1]
-        has_confidences = packed.shape[2] > tier.accept_width + 3
-        for number, batch in enumerate(rounds):
-            live = [
-                i for i, x in enumerate(batch[: len(rows)]) if x[-1] and not rows[i].is_released
-            ]
+        """Report the accepted drafts of each round to the controller, without ended requests."""
+        context, share = mean_context(rows), share_drafting(rows)
+        for number, counts in enumerate(rounds.num_accepted_tokens):
+            live = [i for i, row in enumerate(rows) if counts[i] and not row.is_released]
             # Rows without proposed drafts do not count; a round with only such rows is plain. But a
             # packed round proposes none for requests whose drafts are unlikely to survive.
-            drafting = [i for i in live if batch[i][-3]]
+            drafts = rounds.num_proposed_drafts[number], rounds.num_accepted_drafts[number]
+            drafting = [i for i in live if drafts[0][i]]
             if tier.packed:
                 drafting = [i for i in live if rows[i].request.params.speculative]
             if tier.steps and not drafting and NO_DRAFTS not in controller.tiers:
                 continue
-            proposed, accepted = ([batch[i][at] for i in drafting] for at in (-3, -2))
-            bits: Any = ()  # the float32 bits of confidences, if the round reports them
-            if has_confidences:
-                bits = packed[number, drafting, tier.accept_width : -3].view(np.float32)
+            proposed, accepted = ([numbers[i] for i in drafting] for numbers in drafts)
+            confidences: Any = ()
+            if rounds.confidence_bits.shape[-1]:
+                confidences = rounds.confidence_bits[number, drafting].view(np.float32)
             executed, ids = tier if drafting else NO_DRAFTS, [rows[i].request.rid for i in drafting]
             known = seconds if executed == tier else 0.0
-            record = RoundRecord(proposed, context, ids, share, bits, known)
+            record = RoundRecord(proposed, context, ids, share, confidences, known)
             try:
                 controller.on_verify_complete(
                     accepted or [0] * len(live), tier=executed, batch_size=batch_size, record=record

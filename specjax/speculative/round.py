@@ -14,14 +14,20 @@ from jax import Array
 
 from specjax.kv.pages import PageView, Segments
 from specjax.models.decoder import CausalLM
-from specjax.sampling.draw import SamplingConfig, target_tokens, zero_logprobs
+from specjax.sampling.draw import SamplingConfig, target_tokens
 from specjax.sampling.logit_processor import LogitInputs, NewTokens, keep_allowed
 from specjax.sampling.table import unpack_sampling
 from specjax.speculative.algorithm import Batch, SpeculativeAlgorithm
 from specjax.speculative.future_map import DeviceState, FutureMap, advance, resolve, stash
 from specjax.speculative.packing import keep_best, tried, verified_rows
 from specjax.speculative.tree import accept, drawn_count, spread_count, truncate, with_forced
-from specjax.types import DraftShape, NodeOutputs, RoundOutput, VerifyInput, VerifyOutput
+from specjax.types import (
+    DraftShape,
+    NodeOutputs,
+    RoundOutput,
+    VerifyInput,
+    VerifyOutput,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,10 +190,10 @@ def judge(
         )
         future = advance(future, batch.slots, new)
     if config.reports_confidence:
-        found = tried(tree, verified.accept_index, future.remaining[batch.slots] > 0)
-        bits = jax.lax.bitcast_convert_type(found, jnp.int32)
-        parts = verified.packed[:, :-3], bits, verified.packed[:, -3:]
-        verified = replace(verified, packed=jnp.concatenate(parts, axis=1))
+        confidences = tried(tree, verified.accept_index, future.remaining[batch.slots] > 0)
+        bits = jax.lax.bitcast_convert_type(confidences, jnp.int32)
+        results = verified.results._replace(confidence_bits=bits)
+        verified = replace(verified, packed=results.pack())
     is_chain = config.shape.topk == 1
     kv = batch.pages.commit(kv, batch.seq_lens, verified.accept_index, is_chain=is_chain)
     return DeviceState(replace(state.pools, target=kv), future), verified
@@ -226,22 +232,10 @@ def spec_rounds(
         state, out = spec_round(resident, state, slots, config=config)
         return state, jax.tree.map(lambda leaf: leaf[None], out)
 
-    def step(i: Array, carry: tuple[DeviceState, RoundOutput]) -> tuple[DeviceState, RoundOutput]:
-        state, out = spec_round(resident, carry[0], slots, config=config)
-        return state, jax.tree.map(lambda all, new: all.at[i].set(new), carry[1], out)
+    def step(state: DeviceState, _: None) -> tuple[DeviceState, RoundOutput]:
+        return spec_round(resident, state, slots, config=config)
 
-    sampling, width = config.sampling, config.shape.accept_width
-    rounds = (config.num_rounds, slots.shape[0])
-    columns = width + 3 + (width - 1) * config.reports_confidence
-    outs = RoundOutput(jnp.zeros((*rounds, columns), jnp.int32), None, None)
-    if not sampling.greedy:
-        model = resident.target.config
-        outs = replace(
-            outs,
-            logprobs=zero_logprobs((*rounds, width), sampling.max_top_logprobs),
-            hidden_states=jnp.zeros((*rounds, width, model.hidden_size), model.dtypes.activations),
-        )
-    return jax.lax.fori_loop(0, config.num_rounds, step, (state, outs))
+    return jax.lax.scan(step, state, length=config.num_rounds)
 
 
 # A round in three calls, if a grammar limits a request or the round is watched. The last one needs

@@ -14,7 +14,14 @@ from jax import Array
 from specjax.kernels.accept_tree import SlotRows, accept_tree, compact_tree
 from specjax.kernels.draw_tokens import position_uniform
 from specjax.speculative.future_map import FutureMap
-from specjax.types import DraftShape, NodeOutputs, SamplingTable, VerifyInput, VerifyOutput
+from specjax.types import (
+    DraftShape,
+    NodeOutputs,
+    RoundResults,
+    SamplingTable,
+    VerifyInput,
+    VerifyOutput,
+)
 
 
 def chain_input(
@@ -311,7 +318,9 @@ def accept(
     )
     verified = VerifyOutput(
         accept_index=accepted.accept_index,
-        outputs=replace(compacted, tokens=accepted.packed[:, : shape.accept_width]),
+        outputs=replace(
+            compacted, tokens=RoundResults.unpack(accepted.packed, shape.accept_width).tokens
+        ),
         packed=accepted.packed,
         bonus_tokens=accepted.bonus_tokens,
     )

@@ -20,7 +20,7 @@ from specjax.speculative.tree import (
     tree_input,
     truncate,
 )
-from specjax.types import DraftShape, NodeOutputs, VerifyInput
+from specjax.types import DraftShape, NodeOutputs, RoundResults, VerifyInput
 from tests.speculative.tables import equal_rows, sampling_rows
 
 # rows visible to each row of a tree with two paths
@@ -74,6 +74,18 @@ def test_some_nodes_of_a_tree_are_a_tree() -> None:
     taken = tree_input(10 + nodes, jnp.array([[-1, 0, 1, 0]]), lens, tree.num_proposed)
     taken = replace(taken, draft_rows=10 + nodes, confidences=jnp.array([[1.0, 3.0, 0.0]]))
     assert jax.tree.all(jax.tree.map(np.array_equal, take(tree, nodes), taken))
+
+
+@pytest.mark.parametrize("has_confidences", [False, True])
+def test_results_are_unpacked_as_they_were_packed(has_confidences: bool) -> None:
+    tokens, bits = np.arange(6).reshape(2, 3), 50 + np.arange(4).reshape(2, 2)
+    counts = np.array([[7, 8, 9], [17, 18, 19]])
+    results = RoundResults(tokens, bits[:, : 2 * has_confidences], *counts.T)
+    packed = np.asarray(results.pack())
+    assert packed.shape == (2, 3 + 2 * has_confidences + 3)
+    assert packed[:, -3:].tolist() == counts.tolist()
+    again = RoundResults.unpack(packed, 3)
+    assert [x.tolist() for x in again] == [x.tolist() for x in results]
 
 
 def test_chain_layout():
