@@ -170,7 +170,9 @@ class InFlight:
         # wait for every chunk, not only for a prompt's last one, so that the host is not far ahead
         packed, accept_width = result.read(), result.tier.accept_width
         rounds = RoundResults.unpack(packed, accept_width).lists() if batch_size else None
-        first_tokens = [] if batch_size else packed.tolist()
+        # the tokens of the first round by row, or one of each prompt
+        tokens: list[Any] = rounds.tokens[0] if rounds else packed.tolist()
+        counts = rounds.num_accepted_tokens[0] if rounds else ()
         reported = result.logprobs, result.prompt_logprobs, result.hidden_states
         logprobs, prompt, states = jax.tree.map(np.asarray, reported)
         if states is not None:
@@ -198,7 +200,7 @@ class InFlight:
             try:
                 if rounds:
                     take = partial(self._take_rounds, row, i, rounds, result.tier, reports, now)
-                    new = rounds.tokens[0][i][: rounds.num_accepted_tokens[0][i]]
+                    new = tokens[i][: counts[i]]
                     self._readings.append(Reading(row, new[: row.request.num_left], take))
                     continue
                 piece = pieces[i]
@@ -207,7 +209,7 @@ class InFlight:
                     row.request.take_prompt_logprobs(piece.start, part)
                 if piece.is_last:
                     first = jax.tree.map(lambda leaf, i=i: leaf[i : i + 1], reports)
-                    self.add_first(row, first_tokens[i], first, now)
+                    self.add_first(row, tokens[i], first, now)
             except Exception as error:
                 yield row, error
         yield from self.settle()
@@ -277,15 +279,15 @@ class InFlight:
         request, spec = row.request, row.request.spec
         row.unread_rounds -= len(rounds.tokens)
         kept = 0
-        for number, tokens in enumerate(rounds.tokens):
-            count = rounds.num_accepted_tokens[number][index]
+        tokens, _, proposed, accepted, counts = rounds
+        for number in range(len(tokens)):
+            count = counts[number][index]
             if count == 0 or request.is_finished:
                 break
-            proposed = rounds.num_proposed_drafts[number][index]
-            accepted = rounds.num_accepted_drafts[number][index]
-            self._metrics.rows_by_proposed[proposed] += 1
+            drafts = proposed[number][index], accepted[number][index]
+            self._metrics.rows_by_proposed[drafts[0]] += 1
             own = jax.tree.map(lambda leaf, at=(number, index): leaf[at], reports)
-            kept += request.append_round(tokens[index][:count], proposed, accepted, tier, *own)
+            kept += request.append_round(tokens[number][index][:count], *drafts, tier, *own)
         row.kv_len += kept
         if kept:
             self._report_tokens(request, kept, now)

@@ -1,4 +1,4 @@
-"""What a runner passes to its compiled functions, and what it makes of their results."""
+"""Arguments that a runner passes to compiled functions, and results that it makes of theirs."""
 
 from typing import Any
 
