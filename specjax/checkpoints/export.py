@@ -259,7 +259,11 @@ def _published_block(config: BlockConfig) -> dict[str, Any]:
 
 # kind of draft -> its network, what writes config.json, and what reads that for a target
 _FORMATS: dict[type, tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]] = {
-    DraftConfig: (build_head, _published_head, lambda *a: draft_config(*a[:2], a[2].config)),
+    DraftConfig: (
+        build_head,
+        _published_head,
+        lambda *of: draft_config(of[0], of[1], of[2].config),
+    ),
     BlockConfig: (BlockDraft, _published_block, block_config),
 }
 
