@@ -95,6 +95,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if marker is not None and "gpu" not in item.keywords:
             counts[test] += 1
             if counts[test] > marker.args[0]:
+                item.add_marker(pytest.mark.slow)
                 item.add_marker(pytest.mark.long)
     if not any("gpu" in item.keywords for item in items) or jax.default_backend() == "gpu":
         return
