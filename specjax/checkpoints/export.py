@@ -68,8 +68,9 @@ def export_draft(
         ValueError: if files would be read back as another draft, or weights do not fit.
     """
     check_integer("max_shard_bytes", max_shard_bytes, 1)
-    recipes, text = _published_draft(Path(path), config)
-    tensors = published_tensors(config, recipes, _unrepeated(weights))
+    recipes, repeats, text = _published_draft(Path(path), config)
+    weights = {name: weights[name] for name in weights if name not in repeats}
+    tensors = published_tensors(config, recipes, weights)
     directory = Path(path)
     directory.mkdir(parents=True, exist_ok=True)
     for stale in (*directory.glob("model*.safetensors"), directory / SAFETENSORS_INDEX):
@@ -137,7 +138,7 @@ def export_fp8(
 
 def write_zeros(directory: Path, config: DraftConfig | BlockConfig) -> None:
     """Write a draft whose weights are all zero, in a sparse file that takes no space on disk."""
-    recipes, text = _published_draft(directory, config)
+    recipes, _, text = _published_draft(directory, config)
     header, end = {}, 0
     for tensor in (x for recipe in recipes.values() for x in recipe.parts):
         start, end = end, end + 2 * math.prod(tensor.shape)
@@ -151,13 +152,16 @@ def write_zeros(directory: Path, config: DraftConfig | BlockConfig) -> None:
         file.truncate(file.tell() + end)
 
 
-def _published_draft(path: Path, config: DraftConfig | BlockConfig) -> tuple[Recipes, str]:
-    """Return the recipes of the tensors to write, and the text of ``config.json``."""
+def _published_draft(
+    path: Path, config: DraftConfig | BlockConfig
+) -> tuple[Recipes, set[str], str]:
+    """Return recipes of the tensors to write, weights that repeat them, and ``config.json``."""
     network, publish, _ = _FORMATS[type(config)]
     recipes, text = recipes_of(network, config), json.dumps(publish(config), indent=2) + "\n"
-    recipes = _unrepeated(recipes)
+    repeats = {name for name in recipes if name.startswith("context.")}  # of a block drafter
+    recipes = {name: recipes[name] for name in recipes if name not in repeats}
     _check_read_back(path, config, text, recipes)
-    return recipes, text
+    return recipes, repeats, text
 
 
 def _check_read_back(
@@ -266,11 +270,6 @@ _FORMATS: dict[type, tuple[Callable[..., Any], Callable[..., Any], Callable[...,
     ),
     BlockConfig: (BlockDraft, _published_block, block_config),
 }
-
-
-def _unrepeated(weights: Mapping[str, Any]) -> dict[str, Any]:
-    """Leave out the weights of a block drafter that repeat others."""
-    return {name: weights[name] for name in weights if not name.startswith("context.")}
 
 
 def published_tensors(

@@ -686,6 +686,7 @@ def test_export_refusals(tmp_path: Path) -> None:
     for config, arrays, size, message in (
         (EAGLE1_HEAD, {}, 1, r"must be .eagle-3. to be exported"),
         (HEAD, others, 1, r"missing \['norm\.scale'\], unknown \['x'\]"),
+        (HEAD, weights | {"context.kernel": 1}, 1, r"missing \[\], unknown \['context\.kernel'\]"),
         (HEAD, short, 1, r"'fc\.kernel' has shape \(95, 32\)"),
         (HEAD, weights, 0, "max_shard_bytes=0"),
         (dataclasses.replace(HEAD, **TIED), {}, 1, "cannot export has_own_lm_head=True"),
