@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from specjax.cli.options import SERVING, add_command, add_engine_options, add_options, add_switches
+from specjax.engine.args import EngineArgs
 from specjax.sampling.params import SamplingParams
 from specjax.speculative.catalog import PLAIN
 
@@ -83,14 +84,19 @@ def run_generate(
     from specjax.text.tokenizer import IncrementalDecoder
 
     engine_args = {"max_running_requests": 1} | engine_args
-    with make_engine(**engine_args, compile_on_use=True) as engine:
-        _compile_for(engine, request)
+    adaptive = EngineArgs(**engine_args).adaptive
+    # the EMA policy may move to any tier during the request
+    on_use = adaptive is None or adaptive.policy != "ema"
+    with make_engine(**engine_args, compile_on_use=on_use) as engine:
         colour = use_colour(sys.stdout)
         painter = None
         if args.show_accepts:
             painter = AcceptPainter(IncrementalDecoder(engine.tokenizer).push, colour=colour)
         with ExitStack() as stack:
             trees = stack.enter_context(watched_trees(engine)) if args.show_tree else []
+            _compile_for(engine, request)
+            engine.flush_cache()  # the request then computes its prompt, as in a new engine
+            trees.clear()
             outputs = engine.generate(stream=True, **request)
             final = deque(outputs, maxlen=1)[0] if args.json else _show(outputs, painter)
         if args.show_tree:
@@ -117,11 +123,14 @@ def run_generate(
 
 
 def _compile_for(engine: Any, request: dict[str, Any]) -> None:
-    """Compile the functions of a request, so that its time includes no compilation."""
-    sampling = request["sampling_params"]
-    limits = {"max_new_tokens": min(2, sampling.get("max_new_tokens", 2)), "min_new_tokens": 0}
-    engine.generate(**request | {"sampling_params": sampling | limits})
-    engine.flush_cache()  # the request then computes its prompt, as in a new engine
+    """Compile the functions of a request, so that its time includes no compilation.
+
+    The brief request has a seed, because others take the next one of the engine.
+    """
+    limits = {"max_new_tokens": 2, "min_new_tokens": 0}
+    sampling = limits | {"sampling_seed": 0} | request["sampling_params"]
+    sampling |= {name: min(2, sampling[name]) for name in limits} | {"ignore_eos": True}
+    engine.generate(**request | {"sampling_params": sampling})
 
 
 def _prompt(args: argparse.Namespace) -> dict[str, Any]:
@@ -276,6 +285,7 @@ def compare_with_plain(
     plain_args = {name: x for name, x in engine_args.items() if not name.startswith(DRAFTING)}
     plain_args |= {"speculative_algorithm": PLAIN, "share_weights_with": engine}
     with make_engine(**plain_args, compile_on_use=True) as plain:
+        _compile_for(engine, request)  # its prompt is cached now, and its rounds are not watched
         for _ in range(2):  # the second prompt is in the prefix cache, as in the timed runs
             plain.generate(**request)
         engines = {"speculative": engine, "plain": plain}
