@@ -223,7 +223,10 @@ class ResponseAnswer(BlocksAnswer):
         prompt, output = meta["prompt_tokens"], meta["completion_tokens"]
         usage = {
             "input_tokens": prompt,
-            "input_tokens_details": {"cached_tokens": meta["cached_tokens"]},
+            "input_tokens_details": {
+                "cached_tokens": meta["cached_tokens"],
+                "cache_write_tokens": 0,
+            },
             "output_tokens": output,
             "output_tokens_details": {"reasoning_tokens": num_reasoning},
             "total_tokens": prompt + output,

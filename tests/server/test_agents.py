@@ -1,17 +1,23 @@
 """Responses and Messages: the same conversation as over chat completions, in other forms."""
 
 import json
+from functools import partial
 from typing import Any
 
 import pytest
 
 from specjax import Engine
+from specjax.scheduling.request import new_id
 from specjax.server import make_app
+from specjax.server.responses import ResponseAnswer
 from specjax.testing import Client, Files, running
 from specjax.testing.files import EOS_ID, letter_tokenizer, write_tokenizer
+from specjax.text.parts import TextParts, Tools
+from specjax.text.tool_formats import HERMES
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
 COUNT = f"{MESSAGES}/count_tokens"
+STOP = {"type": "stop"}
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 CALL = '<tool_call>{"name":"f","arguments":{"a":1}}</tool_call>'
 TEXTS = {
@@ -325,6 +331,37 @@ def test_ends(agents: Client) -> None:
     assert json.loads(of_response(agents.post(RESPONSES, body).json())["text"]) == 7
     body = fields(MESSAGES, "", **limited, output_config={"format": form})
     assert json.loads(of_message(agents.post(MESSAGES, body).json())["text"]) == 7
+
+
+META = {"prompt_tokens": 9, "cached_tokens": 4, "completion_tokens": 5}
+
+
+def stub_answer() -> ResponseAnswer:
+    tools = Tools(names=["f"], format=HERMES, new_id=new_id)
+    return ResponseAnswer(
+        id="resp_1",
+        model="tiny",
+        new_parts=partial(TextParts, tools=tools, may_reason=True),
+        num_prompt_tokens=9,
+        request={},
+    )
+
+
+@pytest.mark.parametrize("step", [1, 2, 7, 40, 1000])
+def test_blocks_are_in_the_order_of_the_text(step: int) -> None:
+    """However it was cut, also if a call is not the end."""
+    text = f"<think>hm</think>A {CALL} B {CALL}\n{CALL} C"
+    result = {"text": text, "output_ids": [0], "meta_info": META | {"finish_reason": STOP}}
+    answer = stub_answer()
+    chunks = [answer.chunk({"text": text[:end]}) for end in range(step, len(text), step)]
+    stream = b"".join([*chunks, answer.chunk(result)]).decode().split("\n\n")[:-1]
+    streamed = replay_response([json.loads(event.partition("data: ")[2]) for event in stream])
+    body = json.loads(stub_answer().body([result]))
+    assert without_ids(streamed) == without_ids(body)
+    kinds = [item["type"] for item in body["output"]]
+    call = "function_call"
+    assert kinds == ["reasoning", "message", call, "message", call, call, "message"]
+    assert body["usage"]["input_tokens_details"] == {"cached_tokens": 4, "cache_write_tokens": 0}
 
 
 HELLO = {"input": "hi", "max_output_tokens": 3}
