@@ -48,7 +48,6 @@ TO_DO = (  # folders and files whose names are not checked yet
     "specjax/models/",
     "specjax/runtime/",
     "specjax/scheduling/in_flight.py",
-    "specjax/speculative/",
 )
 MAX_SUBJECT = 72
 

@@ -239,8 +239,8 @@ class SpeculativeAlgorithm(CommonAlgorithm, ABC):
     def validate(self, args: Any) -> None:
         """Raise ValueError for engine arguments that are inconsistent or would have no effect."""
         options = [option for option in fields(args) if option.name.startswith(DRAFTING)]
-        given = [option.name for option in options if getattr(args, option.name) != option.default]
-        if unread := [name for name in given if not self.reads(name)]:
+        names = [option.name for option in options if getattr(args, option.name) != option.default]
+        if unread := [name for name in names if not self.reads(name)]:
             raise ValueError(
                 f"{unread} have no effect with speculative_algorithm="
                 f"{args.speculative_algorithm!r}; leave them out, or choose another algorithm"

@@ -116,14 +116,14 @@ class Block(NetworkAlgorithm):
             batch.pages.attend(lens, size),
             batch.target,
         )
-        first = 0 if config.anchor_first else 1
-        hidden = hidden[:, first : first + shape.steps]
+        begin = 0 if config.anchor_first else 1
+        hidden = hidden[:, begin : begin + shape.steps]
         drafts, scores, logits = _draw(batch, hidden)
         tree = chain_input(jnp.concatenate([roots, drafts], axis=1), lens)
         if batch.draw.reads_confidence:
-            found = draft.confidences(hidden, tree.draft_tokens[:, :-1])
-            if found is not None:
-                scores = jnp.maximum(found, LEAST_CONFIDENCE)
+            confidences = draft.confidences(hidden, tree.draft_tokens[:, :-1])
+            if confidences is not None:
+                scores = jnp.maximum(confidences, LEAST_CONFIDENCE)
             tree = replace(tree, confidences=scores)
         if batch.draw.acceptance.uses_rejection:
             width = batch.target.config.vocab_size
@@ -173,7 +173,7 @@ def _draw(batch: Batch, hidden: Array) -> tuple[Array, Array, Array]:
         adjusted.append(logits[:, i] + bias)
         drafts.append(best(adjusted[-1][:, None], places[:, i : i + 1]))
         tokens = drafts[-1][0][:, 0]
-    ids, scores = (jnp.concatenate(parts, axis=1) for parts in zip(*drafts, strict=True))
+    ids, scores = (jnp.concatenate(columns, axis=1) for columns in zip(*drafts, strict=True))
     return ids, scores, jnp.stack(adjusted, axis=1)
 
 

@@ -42,5 +42,5 @@ def check_name(name: str | None) -> None:
     """Raise ValueError if neither specjax nor an installed package has an algorithm's name."""
     key = key_of(name)
     if key not in FACTORIES and key not in names():
-        known = f"{list(names())} or None; is the package of this plugin installed?"
-        raise ValueError(f"speculative_algorithm={name!r} is not one of {known}")
+        choices = f"{list(names())} or None; is the package of this plugin installed?"
+        raise ValueError(f"speculative_algorithm={name!r} is not one of {choices}")

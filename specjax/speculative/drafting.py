@@ -131,17 +131,17 @@ def check_topk(topk: int, vocab_size: int) -> None:
 
 
 def draft_levels(
-    batch: Batch, state: State, first: DraftInput, shape: DraftShape, step: Step, start: int = 0
+    batch: Batch, state: State, drafted: DraftInput, shape: DraftShape, step: Step, start: int = 0
 ) -> tuple[VerifyInput, State]:
-    """Draft a chain or tree for each bonus token. ``first`` holds the first drafted level.
+    """Draft a chain or tree for each bonus token. ``drafted`` holds the first drafted level.
 
     Every level except the last needs one draft pass. The first pass runs at ``seq_lens + start``.
     """
-    num_proposed = jnp.where(first.topk_probs[:, 0] > 0, jnp.int32(shape.nodes - 1), 0)
+    num_proposed = jnp.where(drafted.topk_probs[:, 0] > 0, jnp.int32(shape.nodes - 1), 0)
     if shape.topk > 1:
-        return draft_tree(batch, state, first, num_proposed, shape, step, start)
-    tokens, scores = [batch.bonus_tokens], [first.topk_probs[:, 0]]
-    hidden, ids = first.hidden[:, None], first.topk_ids[:, 0]
+        return draft_tree(batch, state, drafted, num_proposed, shape, step, start)
+    tokens, scores = [batch.bonus_tokens], [drafted.topk_probs[:, 0]]
+    hidden, ids = drafted.hidden[:, None], drafted.topk_ids[:, 0]
     states = [hidden]
     for level in range(shape.steps):
         tokens.append(ids)
@@ -159,7 +159,7 @@ def draft_levels(
 def draft_tree(
     batch: Batch,
     state: State,
-    first: DraftInput,
+    drafted: DraftInput,
     num_proposed: Array,
     shape: DraftShape,
     step: Step,
@@ -170,30 +170,30 @@ def draft_tree(
     Each level stores K keys and values after the text. A row sees its ancestors.
     """
     topk, begin = shape.topk, batch.seq_lens + start
-    own = jnp.broadcast_to(jnp.eye(topk, dtype=bool), (batch.slots.shape[0], topk, topk))
-    above = jnp.broadcast_to(jnp.arange(-1, topk, dtype=jnp.int32), (own.shape[0], topk + 1))
+    diagonal = jnp.broadcast_to(jnp.eye(topk, dtype=bool), (batch.slots.shape[0], topk, topk))
+    above = jnp.broadcast_to(jnp.arange(-1, topk, dtype=jnp.int32), (diagonal.shape[0], topk + 1))
     # rows of a larger tier have more branches
-    best, ids, mask = first.topk_probs[:, :topk], first.topk_ids[:, :topk], own
+    best, ids, mask = drafted.topk_probs[:, :topk], drafted.topk_ids[:, :topk], diagonal
     scores, tokens, parents, factors = [best], [ids], [above], [best]
-    hidden = jnp.repeat(first.hidden[:, None], topk, axis=1)
+    hidden = jnp.repeat(drafted.hidden[:, None], topk, axis=1)
     for level in range(shape.steps - 1):
         positions = jnp.broadcast_to(begin[:, None] + level, ids.shape)
         attend = batch.pages.attend(
             begin, topk, tree_mask=mask, positions=positions, first=level * topk
         )
         hidden, state = step(level, ids, hidden, positions, state, attend)
-        probs, found = best_tokens(batch, hidden, positions + (2 - start), topk)
-        factors.append(probs.reshape(own.shape[0], -1))
-        scores.append((best[:, :, None] * probs).reshape(own.shape[0], -1))
-        tokens.append(found.reshape(own.shape[0], -1))
+        probs, next_ids = best_tokens(batch, hidden, positions + (2 - start), topk)
+        factors.append(probs.reshape(diagonal.shape[0], -1))
+        scores.append((best[:, :, None] * probs).reshape(diagonal.shape[0], -1))
+        tokens.append(next_ids.reshape(diagonal.shape[0], -1))
         if level == shape.steps - 2:
             break
         best, chosen = jax.lax.top_k(scores[-1], topk)
         parents.append(chosen + topk + level * topk**2)
         ids, origin = jnp.take_along_axis(tokens[-1], chosen, axis=1), (chosen // topk)[:, :, None]
         hidden = jnp.take_along_axis(hidden, origin, axis=1)
-        mask = jnp.concatenate([jnp.take_along_axis(mask, origin, axis=1), own], axis=2)
-    joined = [jnp.concatenate(parts, axis=1) for parts in (scores, tokens, parents)]
+        mask = jnp.concatenate([jnp.take_along_axis(mask, origin, axis=1), diagonal], axis=2)
+    joined = [jnp.concatenate(levels, axis=1) for levels in (scores, tokens, parents)]
     roots = batch.bonus_tokens, batch.seq_lens, num_proposed
     tree, candidates = select_tree(*roots, *joined, topk=topk, num_draft_tokens=shape.nodes)
     # candidates that went through the draft network, in the order of their rows

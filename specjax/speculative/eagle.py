@@ -212,14 +212,14 @@ def with_masks(draft: Eagle3Head, verified: VerifyOutput, depth: int) -> tuple[A
 
 
 def draft_masked(
-    batch: Batch, state: State, seq_lens: Array, first: Array, depth: int
+    batch: Batch, state: State, seq_lens: Array, first_hidden: Array, depth: int
 ) -> tuple[Array, State]:
-    """Compute the states ``[B, depth, D]`` that draft a chain; ``first [B, 1, D]`` is the first.
+    """Compute the states ``[B, depth, D]`` that draft a chain, given the first, ``[B, 1, D]``.
 
     It takes one pass over ``depth - 1`` mask tokens. ``seq_lens`` i32 ``[B]`` are draft KV lengths.
     """
     if depth == 1:
-        return first, state
+        return first_hidden, state
     draft, count = batch.draft, depth - 1
     tokens = jnp.full((seq_lens.shape[0], count), draft.config.mask_token_id, jnp.int32)
     fused = draft.fuse(draft.mask_hidden[...])
@@ -230,7 +230,7 @@ def draft_masked(
         state,
         batch.pages.attend(seq_lens, count),
     )
-    return jnp.concatenate([first, hidden], axis=1), state
+    return jnp.concatenate([first_hidden, hidden], axis=1), state
 
 
 def masked_levels(batch: Batch, hidden: Array, seq_lens: Array, width: int) -> DraftInput:

@@ -70,8 +70,8 @@ def stash(future: FutureMap, slots: Array, rows: Any, resolved: Any) -> FutureMa
     objects are not stored: each scatter takes 3 us or more.
     """
 
-    def stored(own: Array, new: Array, old: Array) -> Array:
-        return own if new is old else own.at[slots].set(new.astype(own.dtype))
+    def stored(leaf: Array, row: Array, resolved_row: Array) -> Array:
+        return leaf if row is resolved_row else leaf.at[slots].set(row.astype(leaf.dtype))
 
     return replace(future, rows=jax.tree.map(stored, future.rows, rows, resolved))
 
@@ -84,18 +84,18 @@ def stash_handover(future: FutureMap, slots: Array, rows: Any) -> FutureMap:
     resolved = resolve(future, slots)
     if rows is None:
         rows = jax.tree.map(jnp.zeros_like, resolved)
-    for own, given in zip(jax.tree.leaves(future.rows), jax.tree.leaves(rows), strict=True):
-        if own.shape[1:] != given.shape[1:]:
+    for leaf, received in zip(jax.tree.leaves(future.rows), jax.tree.leaves(rows), strict=True):
+        if leaf.shape[1:] != received.shape[1:]:
             raise ValueError(
-                f"received rows of width {given.shape[1:]} must have width "
-                f"{own.shape[1:]}; give both engines the same speculative arguments"
+                f"received rows of width {received.shape[1:]} must have width "
+                f"{leaf.shape[1:]}; give both engines the same speculative arguments"
             )
     return stash(future, slots, rows, resolved)
 
 
-def advance(future: FutureMap, slots: Array, new: NewTokens) -> FutureMap:
+def advance(future: FutureMap, slots: Array, added: NewTokens) -> FutureMap:
     """Let the logit processors read the tokens added to slots i32 ``[B]``."""
-    return replace(future, logit_states=advance_states(future.logit_states, slots, new))
+    return replace(future, logit_states=advance_states(future.logit_states, slots, added))
 
 
 def restart(future: FutureMap, slots: Array, counts: Array, sampling: SamplingTable) -> FutureMap:
@@ -103,8 +103,8 @@ def restart(future: FutureMap, slots: Array, counts: Array, sampling: SamplingTa
     if not jax.tree.leaves(future.logit_states):
         return future
     states = jax.tree.map(lambda leaf: leaf.at[slots].set(0), future.logit_states)
-    new = NewTokens(future.tokens[slots], counts, jnp.zeros_like(counts), sampling)
-    return advance(replace(future, logit_states=states), slots, new)
+    history = NewTokens(future.tokens[slots], counts, jnp.zeros_like(counts), sampling)
+    return advance(replace(future, logit_states=states), slots, history)
 
 
 def record_cached(future: FutureMap, slot: Array, tokens: Array) -> FutureMap:

@@ -133,8 +133,8 @@ class MultiLayerEagle(NetworkAlgorithm):
             moved = jnp.where(segments.is_real, moved, 0)
             attend = batch.pages.attend_packed(replace(segments, starts=starts, positions=moved))
             inputs = (x[source][None] for x in (embeds, hidden))
-            given, state = draft(module, *inputs, moved[None], state, attend)
-            hidden = given[0, jnp.maximum(place - skipped, 0)]
+            outputs, state = draft(module, *inputs, moved[None], state, attend)
+            hidden = outputs[0, jnp.maximum(place - skipped, 0)]
             newest.append(hidden[last])
         lens = chunks.positions[0, last] + 1
         return state, next_input(batch, jnp.stack(newest, axis=1), lens)
@@ -147,13 +147,13 @@ class MultiLayerEagle(NetworkAlgorithm):
         hidden, states = rows.hidden[:, :1], [rows.hidden[:, :1]]
         for module in range(1, shape.steps):
             embeds = batch.draft.embed(jnp.stack(drafts, axis=1), batch.target)
-            given, state = run_module(batch, state, module, embeds, hidden)
+            outputs, state = run_module(batch, state, module, embeds, hidden)
             lens = batch.seq_lens[:, None] + module + 1
-            score, ids = chain_token(batch, given[:, -1:], lens)
+            score, ids = chain_token(batch, outputs[:, -1:], lens)
             scores.append(score)
             drafts.append(ids)
-            hidden = jnp.concatenate([rows.hidden[:, module, None], given], axis=1)
-            states.append(given[:, -1:])
+            hidden = jnp.concatenate([rows.hidden[:, module, None], outputs], axis=1)
+            states.append(outputs[:, -1:])
         tokens = [batch.bonus_tokens, *drafts]
         return drafted_chain(batch, tokens, scores, num_proposed, states, shape), state
 
@@ -201,8 +201,8 @@ def run_module(
         embeds, hidden = skip_rows(embeds, skipped), skip_rows(hidden, skipped)
     positions = starts[:, None] + jnp.arange(width, dtype=jnp.int32)
     attend = batch.pages.attend(starts, width)
-    given, state = batch.draft(module, embeds, hidden, positions, state, attend)
-    return skip_rows(given, -skipped) if module else given, state
+    outputs, state = batch.draft(module, embeds, hidden, positions, state, attend)
+    return skip_rows(outputs, -skipped) if module else outputs, state
 
 
 def next_input(batch: Batch, hidden: Array, seq_lens: Array) -> ModuleInput:

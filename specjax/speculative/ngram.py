@@ -81,13 +81,13 @@ def open_corpus(
     Raises ValueError, which names the line, if a line has another form or if the documents up to it
     have more than ``max_tokens`` tokens.
     """
-    left = max_tokens
+    num_left = max_tokens
 
     def read(document: Any) -> list[int]:
-        nonlocal left
+        nonlocal num_left
         ids = _token_ids(document, tokenizer, vocab_size)
-        left -= len(ids)
-        if left < 0:
+        num_left -= len(ids)
+        if num_left < 0:
             raise ValueError(
                 f"more than speculative_ngram_external_corpus_max_tokens={max_tokens} tokens up "
                 "to this line; shorten the corpus, or raise the limit"
@@ -257,13 +257,13 @@ class Ngram(SpeculativeAlgorithm):
             return chain_input(batch.bonus_tokens[:, None], batch.seq_lens), state
         history, num_tokens = batch.history, batch.seq_lens + 1
         sizes: Any = {"window": self.window, "most": self.breadth, "length": shape.steps}
-        found = from_history(history, num_tokens, **sizes)
+        paths = from_history(history, num_tokens, **sizes)
         if self.has_corpus:
             ends = last_tokens(history, num_tokens, self.window[1])
             table = batch.draft
-            found = joined(found, from_corpus(table.tokens[...], table.order[...], ends, **sizes))
+            paths = joined(paths, from_corpus(table.tokens[...], table.order[...], ends, **sizes))
         sizes = {"num_draft_tokens": shape.nodes, "by_frequency": self.by_frequency}
-        return ngram_tree(batch.bonus_tokens, batch.seq_lens, found, **sizes), state
+        return ngram_tree(batch.bonus_tokens, batch.seq_lens, paths, **sizes), state
 
 
 NGRAM = Ngram("NGRAM")

@@ -67,10 +67,10 @@ def from_history(
         best.append(below)
     ranks = jnp.concatenate(best, axis=1)
     matched = jnp.where(ranks >= 0, ranks // context + 1, 0)
-    found = ranks % context
-    period = jnp.maximum(last - found, 1)[:, :, None]
+    positions = ranks % context
+    period = jnp.maximum(last - positions, 1)[:, :, None]
     steps = jnp.arange(length, dtype=jnp.int32)
-    index = found[:, :, None] + 1 + steps % period
+    index = positions[:, :, None] + 1 + steps % period
     flat = jnp.minimum(index, context - 1).reshape(len(history), -1)
     tokens = jnp.take_along_axis(history, flat, axis=1).reshape(index.shape)
     return Continuations(jnp.where(matched[:, :, None] > 0, tokens, NO_TOKEN), matched)
@@ -102,11 +102,11 @@ def from_corpus(
 
     def is_before(index: Array) -> Array:
         """Whether entries ``[B, n]`` of ``order`` sort before the text's end, or equal it."""
-        found = ending_at(index)
-        differs = found != ends[:, None, :]
-        first = jnp.argmax(differs, axis=2)[:, :, None]
-        smaller = jnp.take_along_axis(found, first, axis=2) <= jnp.take_along_axis(
-            jnp.broadcast_to(ends[:, None, :], found.shape), first, axis=2
+        preceding = ending_at(index)
+        differs = preceding != ends[:, None, :]
+        first_diff = jnp.argmax(differs, axis=2)[:, :, None]
+        smaller = jnp.take_along_axis(preceding, first_diff, axis=2) <= jnp.take_along_axis(
+            jnp.broadcast_to(ends[:, None, :], preceding.shape), first_diff, axis=2
         )
         return smaller[:, :, 0] & (index < order.shape[0])
 
@@ -124,40 +124,40 @@ def from_corpus(
     matched = jnp.where(matched >= least, matched, 0)
     places = order[jnp.clip(near, 0, order.shape[0] - 1)]
     behind = places[:, :, None] + 1 + jnp.arange(length, dtype=jnp.int32)
-    found = tokens[jnp.minimum(behind, tokens.shape[0] - 1)]
-    is_real = jnp.cumprod((found >= 0).astype(jnp.int32), axis=2) > 0
-    found = jnp.where(is_real & (matched[:, :, None] > 0), found, NO_TOKEN)
-    return best_of(Continuations(found, matched), places, most)
+    following = tokens[jnp.minimum(behind, tokens.shape[0] - 1)]
+    is_real = jnp.cumprod((following >= 0).astype(jnp.int32), axis=2) > 0
+    following = jnp.where(is_real & (matched[:, :, None] > 0), following, NO_TOKEN)
+    return best_of(Continuations(following, matched), places, most)
 
 
-def best_of(some: Continuations, recency: Array, most: int) -> Continuations:
+def best_of(candidates: Continuations, recency: Array, most: int) -> Continuations:
     """Choose the best M of N continuations; a higher ``recency`` i32 ``[B, N]`` is more recent."""
-    matched, count = some.matched, some.matched.shape[1]
+    matched, count = candidates.matched, candidates.matched.shape[1]
     index = jnp.arange(count, dtype=jnp.int32)
     later = recency[:, None, :] > recency[:, :, None]
-    same = recency[:, None, :] == recency[:, :, None]
-    rank = ranks(matched, later | same & (index < index[:, None]))
-    wanted = jnp.arange(most, dtype=jnp.int32)
-    chosen = jnp.argmax(rank[:, None, :] == wanted[:, None], axis=2)
+    is_tied = recency[:, None, :] == recency[:, :, None]
+    rank = ranks(matched, later | is_tied & (index < index[:, None]))
+    best_ranks = jnp.arange(most, dtype=jnp.int32)
+    chosen = jnp.argmax(rank[:, None, :] == best_ranks[:, None], axis=2)
     return Continuations(
-        jnp.take_along_axis(some.tokens, chosen[:, :, None], axis=1),
+        jnp.take_along_axis(candidates.tokens, chosen[:, :, None], axis=1),
         jnp.take_along_axis(matched, chosen, axis=1),
     )
 
 
-def joined(own: Continuations, others: Continuations) -> Continuations:
+def joined(text: Continuations, corpus: Continuations) -> Continuations:
     """Choose the best of both; among equally long matches, prefer those of the text itself."""
-    both: Continuations = jax.tree.map(lambda *x: jnp.concatenate(x, axis=1), own, others)
-    most, total = own.matched.shape[1], both.matched.shape[1]
-    recency = jnp.broadcast_to(-jnp.arange(total, dtype=jnp.int32), both.matched.shape)
-    return best_of(both, recency, most)
+    union: Continuations = jax.tree.map(lambda *x: jnp.concatenate(x, axis=1), text, corpus)
+    most, total = text.matched.shape[1], union.matched.shape[1]
+    recency = jnp.broadcast_to(-jnp.arange(total, dtype=jnp.int32), union.matched.shape)
+    return best_of(union, recency, most)
 
 
 def last_tokens(history: Array, num_tokens: Array, widest: int) -> Array:
     """The last W tokens of texts i32 ``[B, C]``, last token first; -2 pads a short text."""
     index = num_tokens[:, None] - 1 - jnp.arange(widest, dtype=jnp.int32)
-    found = jnp.take_along_axis(history, jnp.maximum(index, 0), axis=1)
-    return jnp.where(index >= 0, found, OUTSIDE)
+    tokens = jnp.take_along_axis(history, jnp.maximum(index, 0), axis=1)
+    return jnp.where(index >= 0, tokens, OUTSIDE)
 
 
 def confidence(matched: Array) -> Array:
@@ -172,7 +172,7 @@ def confidence(matched: Array) -> Array:
 def ngram_tree(
     bonus_tokens: Array,
     seq_lens: Array,
-    some: Continuations,
+    paths: Continuations,
     *,
     num_draft_tokens: int,
     by_frequency: bool,
@@ -185,22 +185,23 @@ def ngram_tree(
     lower level, so a chosen node's parent is also chosen and precedes it. Rows without a node are
     children of the root with token id 0.
     """
-    batch, most, steps = some.tokens.shape
+    batch, most, steps = paths.tokens.shape
     rows = num_draft_tokens
     index = jnp.arange(most, dtype=jnp.int32)
-    is_real = some.tokens >= 0  # [B, M, S]
-    equal = some.tokens[:, :, None] == some.tokens[:, None]
+    is_real = paths.tokens >= 0  # [B, M, S]
+    equal = paths.tokens[:, :, None] == paths.tokens[:, None]
     # whether two continuations begin with the same level + 1 tokens, [B, M, M, S]
-    same = jnp.cumprod((equal & is_real[:, None]).astype(jnp.int32), axis=3) > 0
-    leader = jnp.argmax(same, axis=2).astype(jnp.int32)  # the best continuation with this beginning
+    shares_prefix = jnp.cumprod((equal & is_real[:, None]).astype(jnp.int32), axis=3) > 0
+    # the best continuation with this beginning
+    leader = jnp.argmax(shares_prefix, axis=2).astype(jnp.int32)
     is_node = is_real & (leader == index[:, None])
     # each accepted token makes the match longer
-    matched = some.matched[:, :, None] + jnp.arange(steps, dtype=jnp.int32)
+    matched = paths.matched[:, :, None] + jnp.arange(steps, dtype=jnp.int32)
     factor = confidence(matched)
     score = jnp.cumprod(factor, axis=2)
     if by_frequency:
-        total = jnp.sum(some.matched > 0, axis=1, dtype=jnp.float32)[:, None, None]
-        begin, total = jnp.sum(same, axis=2, dtype=jnp.float32), jnp.maximum(total, 1.0)
+        total = jnp.sum(paths.matched > 0, axis=1, dtype=jnp.float32)[:, None, None]
+        begin, total = jnp.sum(shares_prefix, axis=2, dtype=jnp.float32), jnp.maximum(total, 1.0)
         score = score * begin / total
         above = jnp.broadcast_to(total, (batch, most, 1))
         above = jnp.concatenate([above, begin[:, :, :-1]], axis=2)
@@ -215,19 +216,19 @@ def ngram_tree(
     score, nodes = flat(score), flat(is_node)
     depth = jnp.repeat(jnp.arange(steps, dtype=jnp.int32), most)
     place = jnp.arange(steps * most, dtype=jnp.int32)
-    first = (depth < depth[:, None]) | ((depth == depth[:, None]) & (place > place[:, None]))
-    chosen = nodes & (ranks(jnp.where(nodes, score, -1.0), first) < rows - 1)
+    precedes = (depth < depth[:, None]) | ((depth == depth[:, None]) & (place > place[:, None]))
+    chosen = nodes & (ranks(jnp.where(nodes, score, -1.0), precedes) < rows - 1)
     row = jnp.cumsum(chosen, axis=1, dtype=jnp.int32)  # row of a chosen candidate, from 1
-    wanted = jnp.arange(1, rows, dtype=jnp.int32)
-    picks = chosen[:, None, :] & (row[:, None, :] == wanted[:, None])  # [B, T - 1, P]
+    numbers = jnp.arange(1, rows, dtype=jnp.int32)
+    picks = chosen[:, None, :] & (row[:, None, :] == numbers[:, None])  # [B, T - 1, P]
     source = jnp.argmax(picks, axis=2)
     count = row[:, -1]
-    is_filled = wanted <= count[:, None]
+    is_filled = numbers <= count[:, None]
 
     def of_rows(values: Array) -> Array:
         return jnp.take_along_axis(jnp.broadcast_to(values, nodes.shape), source, axis=1)
 
-    drafts = jnp.where(is_filled, of_rows(flat(some.tokens)), 0)
+    drafts = jnp.where(is_filled, of_rows(flat(paths.tokens)), 0)
     # the parent's row is the row of the leader one level up
     by_grid = jnp.swapaxes(row.reshape(batch, steps, most), 1, 2)[:, turn]
     above = jnp.take_along_axis(by_grid, leader, axis=1)[:, :, :-1]
@@ -239,10 +240,10 @@ def ngram_tree(
     branch = of_rows(flat(jnp.broadcast_to(index[:, None], is_real.shape)))
     # a row sees the rows on the path of its continuation, itself, and the root
     owners = jnp.arange(batch, dtype=jnp.int32)[:, None, None]
-    sees = same[owners, branch[:, :, None], branch[:, None, :], depths[:, None, 1:] - 1]
+    sees = shares_prefix[owners, branch[:, :, None], branch[:, None, :], depths[:, None, 1:] - 1]
     sees &= is_filled[:, None] & is_filled[:, :, None]
     sees &= depths[:, None, 1:] <= depths[:, 1:, None]
-    sees |= wanted[:, None] == wanted
+    sees |= numbers[:, None] == numbers
     mask = jnp.pad(sees, ((0, 0), (1, 0), (1, 0))).at[:, :, 0].set(True)
     return VerifyInput(
         draft_tokens=jnp.concatenate([bonus_tokens[:, None], drafts], axis=1),

@@ -42,9 +42,9 @@ def survival(tree: VerifyInput, slope: Array, intercepts: Array, offsets: Array)
     odds = slope * jnp.clip(odds, -MAX_LOG_ODDS, MAX_LOG_ODDS)
     odds += intercepts[jnp.clip(depths, 1, len(intercepts)) - 1] + offsets[:, None]
     on_path = tree.tree_mask[:, 1:, 1:]
-    found = jnp.prod(jnp.where(on_path, jax.nn.sigmoid(odds)[:, None], 1.0), axis=2)
-    is_proposed = jnp.arange(found.shape[1]) < tree.num_proposed[:, None]
-    return jnp.where(is_proposed & (found > 0), found, 0.0)
+    chances = jnp.prod(jnp.where(on_path, jax.nn.sigmoid(odds)[:, None], 1.0), axis=2)
+    is_proposed = jnp.arange(chances.shape[1]) < tree.num_proposed[:, None]
+    return jnp.where(is_proposed & (chances > 0), chances, 0.0)
 
 
 def admit(survivals: Array, is_live: Array, num_rows: int) -> Array:
@@ -90,7 +90,7 @@ def verified_rows(tree: VerifyInput, shape: DraftShape, slots: Array) -> Segment
     return Segments.of(tree.positions[:, 0], counts, len(slots) * shape.packed)
 
 
-def tried(tree: VerifyInput, accept_index: Array, is_running: Array) -> Array:
+def tried_confidences(tree: VerifyInput, accept_index: Array, is_running: Array) -> Array:
     """Confidences f32 ``[B, A - 1]`` of the drafts that were tried, one per depth.
 
     These are the accepted drafts, and after them the draft that was rejected; of several, the one

@@ -57,12 +57,12 @@ def pack_chunks(chunks: Sequence[Chunk], width: int, limit: int) -> np.ndarray:
     """
     headers = np.zeros((limit, HEADER), np.int32)
     tokens = np.zeros(width, np.int32)
-    used = 0
+    num_tokens = 0
     for i, (slot, ids, start, following, budget, num_cached) in enumerate(chunks):
         after = 0 if following is None else following
         headers[i] = slot, start, len(ids), following is None, budget, after, num_cached
-        tokens[used : used + len(ids)] = ids
-        used += len(ids)
+        tokens[num_tokens : num_tokens + len(ids)] = ids
+        num_tokens += len(ids)
     return np.concatenate([headers.reshape(-1), tokens])
 
 
@@ -100,8 +100,8 @@ def prefill_chunks(
     prompt_logprobs, states = None, pick_row(hidden, last[None])
     if with_logprobs:
         logits = resident.target.logits(hidden[0])
-        wanted = jnp.where(segments.is_real, num_best(batch.sampling)[index], -1)
-        prompt_logprobs = Logprobs(*logprobs_of(logits, behind, wanted, config.sampling))
+        num_logprobs = jnp.where(segments.is_real, num_best(batch.sampling)[index], -1)
+        prompt_logprobs = Logprobs(*logprobs_of(logits, behind, num_logprobs, config.sampling))
         logits = logits[last]
     else:
         logits = resident.target.logits(states)[0]

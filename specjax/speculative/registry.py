@@ -50,15 +50,15 @@ class CustomSpecAlgo(CommonAlgorithm):
 
     def overridden(self, worker: SpeculativeAlgorithm) -> SpeculativeAlgorithm:
         """Give the worker the methods that this class overrides; add their sources to its key."""
-        own = {
+        overrides = {
             name: getattr(self, name)
             for name, common in vars(CommonAlgorithm).items()
             if name[0] != "_" and getattr(type(self), name) is not common
         }
-        if own:
+        if overrides:
             worker = copy(worker)  # the factory may return the same object to all engines
             facts = (*worker.cache_facts(), *source_facts(type(self)))
-            for name, value in (own | {"cache_facts": lambda: facts}).items():
+            for name, value in (overrides | {"cache_facts": lambda: facts}).items():
                 object.__setattr__(worker, name, value)  # a frozen dataclass
         return worker
 
@@ -139,10 +139,10 @@ def register_algorithm(
     if key in RESERVED:
         raise ValueError(f"name={name!r} is reserved; reserved names are {list(RESERVED)}")
     common, seam = _public(CustomSpecAlgo), _public(SpeculativeAlgorithm)
-    methods = [each for each in common if callable(getattr(CustomSpecAlgo, each))]
-    if missing := [each for each in methods if not callable(getattr(spec_class, each, None))]:
+    methods = [method for method in common if callable(getattr(CustomSpecAlgo, method))]
+    if missing := [method for method in methods if not callable(getattr(spec_class, method, None))]:
         raise ValueError(f"spec_class={spec_class!r} of {name!r} lacks {missing}")
-    unread = [each for each in _public(spec_class) if each in seam and each not in common]
+    unread = [method for method in _public(spec_class) if method in seam and method not in common]
     if "supports_overlap" in vars(spec_class) and spec_class is not CustomSpecAlgo:
         raise ValueError(
             f"{name!r}: set supports_overlap in register_algorithm(), not in "
@@ -157,18 +157,18 @@ def register_algorithm(
     def register(factory: Factory) -> Factory:
         if not callable(factory):
             raise ValueError(f"the factory {factory!r} of {name!r} must be callable")
-        taken = getattr(catalog.custom.get(key), "factory", None)
+        prior = getattr(catalog.custom.get(key), "factory", None)
         # allow reloading a module and running a notebook cell again
-        if key in catalog.custom and _origin(taken) != _origin(factory):
+        if key in catalog.custom and _origin(prior) != _origin(factory):
             raise ValueError(
-                f"name={name!r} is taken by {_origin(taken)}; only a named function or class with "
+                f"name={name!r} is taken by {_origin(prior)}; only a named function or class with "
                 "the same name may replace it"
             )
         try:
-            made = spec_class(key, factory, supports_overlap, validate_server_args)
+            algorithm = spec_class(key, factory, supports_overlap, validate_server_args)
         except TypeError as error:
             raise ValueError(f"spec_class={spec_class!r} of {name!r}: {error}") from error
-        catalog.custom[key] = made
+        catalog.custom[key] = algorithm
         # record the digest of the package now, directly after its import
         facts_of_package(getattr(factory, "__module__", "").partition(".")[0])
         return factory

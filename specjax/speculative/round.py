@@ -19,7 +19,7 @@ from specjax.sampling.logit_processor import LogitInputs, NewTokens, keep_allowe
 from specjax.sampling.table import unpack_sampling
 from specjax.speculative.algorithm import Batch, SpeculativeAlgorithm
 from specjax.speculative.future_map import DeviceState, FutureMap, advance, resolve, stash
-from specjax.speculative.packing import keep_best, tried, verified_rows
+from specjax.speculative.packing import keep_best, tried_confidences, verified_rows
 from specjax.speculative.tree import accept, drawn_count, spread_count, truncate, with_forced
 from specjax.types import (
     DraftShape,
@@ -142,7 +142,7 @@ def run_target(
     return replace(state, pools=replace(state.pools, target=kv)), passed
 
 
-def judge(
+def draw_and_accept(
     batch: Batch,
     state: DeviceState,
     tree: VerifyInput,
@@ -185,12 +185,14 @@ def judge(
         simulated=count,
     )
     if not batch.draw.greedy:  # a greedy batch has no active logit processors
-        new = NewTokens(
+        added = NewTokens(
             verified.accept_tokens, verified.num_accepted_tokens, batch.seq_lens + 1, batch.sampling
         )
-        future = advance(future, batch.slots, new)
+        future = advance(future, batch.slots, added)
     if config.reports_confidence:
-        confidences = tried(tree, verified.accept_index, future.remaining[batch.slots] > 0)
+        confidences = tried_confidences(
+            tree, verified.accept_index, future.remaining[batch.slots] > 0
+        )
         bits = jax.lax.bitcast_convert_type(confidences, jnp.int32)
         results = verified.results._replace(confidence_bits=bits)
         verified = replace(verified, packed=results.pack())
@@ -217,7 +219,7 @@ def spec_round(
     batch = active_batch(resident, state.future, slots, config)
     state, tree = draft(batch, state, resident.by_slot.calibration, config)
     state, passed = run_target(batch, state, tree, config)
-    state, verified = judge(batch, state, tree, passed, config)
+    state, verified = draw_and_accept(batch, state, tree, passed, config)
     return extend(batch, state, verified, config)
 
 
@@ -276,7 +278,7 @@ def finish_stage(
     of verification if the round is ``watched``.
     """
     batch = active_batch(resident, state.future, slots, config)
-    state, verified = judge(batch, state, tree, passed, config, masks)
+    state, verified = draw_and_accept(batch, state, tree, passed, config, masks)
     state, out = extend(batch, state, verified, config)
     state, tree = draft_stage(resident, state, slots, config=config)
     if config.shape.steps and config.algorithm.takes_forced_drafts:

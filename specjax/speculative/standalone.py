@@ -80,11 +80,11 @@ class Standalone(NetworkAlgorithm):
         if shape.steps == 0:
             return chain_input(batch.bonus_tokens[:, None], batch.seq_lens), state
         hidden, state = _read(batch, state, 2)
-        first = first_level(batch, hidden, batch.seq_lens, shape.topk)
+        drafted = first_level(batch, hidden, batch.seq_lens, shape.topk)
         return draft_levels(
             batch,
             state,
-            first,
+            drafted,
             shape,
             lambda _, tokens, __, *where: batch.draft(tokens, *where)[::2],
             start=1,

@@ -153,10 +153,10 @@ def with_forced(tree: VerifyInput, forced: Array) -> VerifyInput:
         confidences=jax.tree.map(jnp.zeros_like, tree.confidences),
     )
 
-    def pick(old: Array, new: Array) -> Array:
-        if new is old:
-            return old
-        return jnp.where(is_path.reshape(-1, *[1] * (old.ndim - 1)), old, new)
+    def pick(of_tree: Array, of_chain: Array) -> Array:
+        if of_chain is of_tree:
+            return of_tree
+        return jnp.where(is_path.reshape(-1, *[1] * (of_tree.ndim - 1)), of_tree, of_chain)
 
     picked: VerifyInput = jax.tree.map(pick, tree, chain)
     return picked
@@ -269,9 +269,9 @@ def simulated_tokens(tree: VerifyInput, path: Array, end_token_ids: Array) -> Ar
     """Target tokens i32 ``[B, T]`` with which exactly the rows in ``path [B, A]`` are accepted."""
     rows = tree.draft_tokens.shape[1]
     # a token that is neither drafted in any row, so that no child matches it, nor an end token
-    taken = jnp.concatenate([tree.draft_tokens, end_token_ids], axis=1)
-    few = jnp.arange(taken.shape[1] + 1, dtype=jnp.int32)
-    is_free = jnp.all(taken[:, None, :] != few[:, None], axis=2)
+    unavailable = jnp.concatenate([tree.draft_tokens, end_token_ids], axis=1)
+    few = jnp.arange(unavailable.shape[1] + 1, dtype=jnp.int32)
+    is_free = jnp.all(unavailable[:, None, :] != few[:, None], axis=2)
     free = jnp.argmax(is_free, axis=1).astype(jnp.int32)[:, None]
     child = jnp.where(path[:, 1:] >= 0, path[:, 1:], 0)
     drafted = jnp.take_along_axis(tree.draft_tokens, child, axis=1)

@@ -23,7 +23,7 @@ from specjax.sampling.params import SamplingParams
 from specjax.speculative.block import DFLASH, DSPARK
 from specjax.speculative.eagle import masked_shapes
 from specjax.speculative.ngram import Ngram
-from specjax.speculative.packing import admit, keep_best, survival, tried
+from specjax.speculative.packing import admit, keep_best, survival, tried_confidences
 from specjax.speculative.tree import chain_input, take
 from specjax.testing import EAGLE3, TARGET, Job, dense_decode, random_weights
 from specjax.types import DraftShape, VerifyInput
@@ -192,7 +192,7 @@ def test_confidences_of_drafts_that_were_tried() -> None:
     tree = chain_input(jnp.zeros((5, 4), jnp.int32), jnp.zeros(5, jnp.int32), proposed)
     path = jnp.array([[0, 1, 2, -1], [0, 1, 2, 3], [0, 1, -1, -1], [0, 1, 2, -1], [-1] * 4])
     running = jnp.array([True, True, False, True, False])
-    found = tried(replace(tree, confidences=jnp.asarray(q)), path, running)
+    found = tried_confidences(replace(tree, confidences=jnp.asarray(q)), path, running)
     wanted = [[0.9, 0.8, 0.7], [0.9, 0.8, 0.7], [0.9, 0, 0], [0.9, 0.8, 0], [0, 0, 0]]
     np.testing.assert_allclose(found, wanted)
 

@@ -11,7 +11,7 @@ from specjax.sampling.draw import SamplingConfig
 from specjax.sampling.params import SamplingParams
 from specjax.speculative.future_map import DeviceState, resolve
 from specjax.speculative.prefill import Chunk
-from specjax.speculative.round import Resident, RoundConfig, judge, make_batch, run_target
+from specjax.speculative.round import Resident, RoundConfig, draw_and_accept, make_batch, run_target
 from specjax.speculative.tree import chain_input
 from specjax.testing import EAGLE3
 
@@ -129,7 +129,7 @@ def test_any_number_of_drafts_can_be_accepted(head):
         batch = replace(make_batch(resident, future, slots, config), seq_lens=lens)
         tree = chain_input(chain, lens)
         state, passed = run_target(batch, state, tree, config)
-        state, out = judge(batch, state, tree, passed, config)
+        state, out = draw_and_accept(batch, state, tree, passed, config)
         rows, pools = resolve(future, slots), state.pools
         draft, following = algorithm.extend(batch, pools.draft, rows, out, shape)
         return out, following, DeviceState(replace(pools, draft=draft), future)
