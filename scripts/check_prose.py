@@ -47,7 +47,6 @@ TO_DO = (  # folders and files whose names are not checked yet
     "specjax/kv/",
     "specjax/models/",
     "specjax/runtime/",
-    "specjax/scheduling/in_flight.py",
 )
 MAX_SUBJECT = 72
 

@@ -50,8 +50,8 @@ class PromptPiece(NamedTuple):
 
     def chunk(self) -> Chunk:
         row = self.row
-        span, left = (self.start, self.end), row.request.num_left
-        return Chunk.of(row.slot, row.prefill_ids, *span, left, row.num_cached)
+        span, budget = (self.start, self.end), row.request.num_left
+        return Chunk.of(row.slot, row.prefill_ids, *span, budget, row.num_cached)
 
 
 class Reading(NamedTuple):
@@ -100,23 +100,23 @@ class InFlight:
 
     def dispatch_prompts(self, pieces: Sequence[PromptPiece]) -> None:
         """Dispatch pieces of prompts in as many calls as they need."""
-        config, rest = self._runner.config, deque(pieces)
-        while rest:
-            logs, first = next(groupby(rest, attrgetter("wants_logprobs")))
-            alike = list(first)
-            num_tokens = max(sum(piece.num_tokens for piece in alike), MIN_CHUNK * len(alike))
+        config, waiting = self._runner.config, deque(pieces)
+        while waiting:
+            logs, run = next(groupby(waiting, attrgetter("wants_logprobs")))
+            group = list(run)
+            num_tokens = max(sum(piece.num_tokens for piece in group), MIN_CHUNK * len(group))
             width = room = config.prefill_width(num_tokens, with_logprobs=logs)
-            taken: list[PromptPiece] = []
-            while len(taken) < min(len(alike), config.max_chunks(width)) and room > 0:
-                piece = rest.popleft()
+            batch: list[PromptPiece] = []
+            while len(batch) < min(len(group), config.max_chunks(width)) and room > 0:
+                piece = waiting.popleft()
                 if piece.num_tokens > room:
-                    rest.appendleft(piece._replace(start=piece.start + room))
+                    waiting.appendleft(piece._replace(start=piece.start + room))
                     piece = piece._replace(end=piece.start + room)
-                taken.append(piece)
+                batch.append(piece)
                 room -= piece.num_tokens
             now = self._clock()  # before the call, which may wait for the device
-            result = self._runner.prefill([one.chunk() for one in taken], with_logprobs=logs)
-            self._queue.append(([piece.row for piece in taken], result, 0, taken, width, now))
+            result = self._runner.prefill([piece.chunk() for piece in batch], with_logprobs=logs)
+            self._queue.append(([piece.row for piece in batch], result, 0, batch, width, now))
 
     def dispatch_round(self, rows: list[RunningRequest]) -> None:
         """Dispatch the rounds of one call in the tier that the controller chooses."""
@@ -194,22 +194,22 @@ class InFlight:
         if rounds and self._controller is not None:
             self._report_accepted(self._controller, rows, rounds, result.tier, batch_size, seconds)
         for i, row in enumerate(rows):
-            own = slice(at, at := at + pieces[i].num_tokens) if pieces else None
+            span = slice(at, at := at + pieces[i].num_tokens) if pieces else None
             if row.is_released:
                 continue
             try:
                 if rounds:
                     take = partial(self._take_rounds, row, i, rounds, result.tier, reports, now)
-                    new = tokens[i][: counts[i]]
-                    self._readings.append(Reading(row, new[: row.request.num_left], take))
+                    new_tokens = tokens[i][: counts[i]]
+                    self._readings.append(Reading(row, new_tokens[: row.request.num_left], take))
                     continue
                 piece = pieces[i]
                 if prompt is not None and piece.wants_logprobs:
-                    part = jax.tree.map(lambda leaf, own=own: leaf[own], prompt)
-                    row.request.take_prompt_logprobs(piece.start, part)
+                    piece_logprobs = jax.tree.map(lambda leaf, span=span: leaf[span], prompt)
+                    row.request.take_prompt_logprobs(piece.start, piece_logprobs)
                 if piece.is_last:
-                    first = jax.tree.map(lambda leaf, i=i: leaf[i : i + 1], reports)
-                    self.add_first(row, tokens[i], first, now)
+                    report = jax.tree.map(lambda leaf, i=i: leaf[i : i + 1], reports)
+                    self.add_first(row, tokens[i], report, now)
             except Exception as error:
                 yield row, error
         yield from self.settle()
@@ -278,7 +278,7 @@ class InFlight:
         """
         request, spec = row.request, row.request.spec
         row.unread_rounds -= len(rounds.tokens)
-        kept = 0
+        total = 0
         tokens, _, proposed, accepted, counts = rounds
         for number in range(len(tokens)):
             count = counts[number][index]
@@ -286,11 +286,11 @@ class InFlight:
                 break
             drafts = proposed[number][index], accepted[number][index]
             self._metrics.rows_by_proposed[drafts[0]] += 1
-            own = jax.tree.map(lambda leaf, at=(number, index): leaf[at], reports)
-            kept += request.append_round(tokens[number][index][:count], *drafts, tier, *own)
-        row.kv_len += kept
-        if kept:
-            self._report_tokens(request, kept, now)
+            report = jax.tree.map(lambda leaf, at=(number, index): leaf[at], reports)
+            total += request.append_round(tokens[number][index][:count], *drafts, tier, *report)
+        row.kv_len += total
+        if total:
+            self._report_tokens(request, total, now)
         if spec is not None:
             self._metrics.drafts_verified(*spec.take_new())
 
@@ -324,8 +324,8 @@ class InFlight:
             if rounds.confidence_bits.shape[-1]:
                 confidences = rounds.confidence_bits[number, drafting].view(np.float32)
             executed, ids = tier if drafting else NO_DRAFTS, [rows[i].request.rid for i in drafting]
-            known = seconds if executed == tier else 0.0
-            record = RoundRecord(proposed, context, ids, share, confidences, known)
+            measured = seconds if executed == tier else 0.0
+            record = RoundRecord(proposed, context, ids, share, confidences, measured)
             try:
                 controller.on_verify_complete(
                     accepted or [0] * len(live), tier=executed, batch_size=batch_size, record=record
