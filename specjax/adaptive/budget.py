@@ -45,35 +45,35 @@ class AcceptanceEstimates:
     """Counts the rows that tried and accepted each drafted position; old rounds weigh less."""
 
     def __init__(self, num_positions: int) -> None:
-        self.tried = [1.0, *(0.0,) * num_positions][:num_positions]
+        self.tries = [1.0, *(0.0,) * num_positions][:num_positions]
         self.accepted = [FIRST_GUESS, *(0.0,) * num_positions][:num_positions]
 
     def observe(self, num_accepted: Counts, num_proposed: Counts, num_rounds: int = 1) -> None:
         """Record rounds: a row that accepts k drafts has tried k + 1, or all proposed ones."""
-        usual, positions = (1.0 - 1.0 / WINDOW) ** num_rounds, len(self.tried)
+        usual, positions = (1.0 - 1.0 / WINDOW) ** num_rounds, len(self.tries)
         # rows by number of drafts tried and accepted; for few rows, lists are faster than numpy
         tries, accepts = [0] * (positions + 2), [0] * (positions + 1)
         for k, n in zip(num_accepted, num_proposed, strict=True):
             tries[k + (k < n)] += 1
             accepts[k] += 1
-        tried, accepted = len(num_accepted), len(num_accepted)
+        num_tried, accepted = len(num_accepted), len(num_accepted)
         for i in range(positions):
-            tried, accepted = tried - tries[i], accepted - accepts[i]
-            if not tried:
+            num_tried, accepted = num_tried - tries[i], accepted - accepts[i]
+            if not num_tried:
                 break
-            share = self.accepted[i] / self.tried[i] if self.tried[i] else 0.5
-            spread = sqrt(tried * share * (1.0 - share) + 1.0)
-            has_jumped = abs(accepted - tried * share) > JUMP * spread
+            share = self.accepted[i] / self.tries[i] if self.tries[i] else 0.5
+            deviation = sqrt(num_tried * share * (1.0 - share) + 1.0)
+            has_jumped = abs(accepted - num_tried * share) > JUMP * deviation
             keep = AFTER_JUMP if has_jumped else usual
-            self.tried[i] = keep * self.tried[i] + tried
+            self.tries[i] = keep * self.tries[i] + num_tried
             self.accepted[i] = keep * self.accepted[i] + accepted
 
     def acceptance(self, num_positions: int) -> list[float]:
         """Acceptance by position; if unseen, the previous one's, or 0 from ``num_positions`` on."""
         shares: list[float] = []
-        for i, (tried, accepted) in enumerate(zip(self.tried, self.accepted, strict=True)):
+        for i, (num_tried, accepted) in enumerate(zip(self.tries, self.accepted, strict=True)):
             unseen = shares[-1] if shares and i < num_positions else 0.0
-            shares.append(accepted / tried if tried else unseen)
+            shares.append(accepted / num_tried if num_tried else unseen)
         return shares
 
 
@@ -101,8 +101,8 @@ class BudgetPolicy(AdaptiveSpecPolicy):
         self.config = config.resolve("budget", {tier for tier, _ in seconds})
         self.tiers = self.config.tiers
         self.table = CostTable(seconds)
-        first = self.tiers[-1].steps if initial_steps is None else initial_steps
-        self.chosen = nearest(self.config.slots[0].tiers, first)
+        steps = self.tiers[-1].steps if initial_steps is None else initial_steps
+        self.chosen = nearest(self.config.slots[0].tiers, steps)
         self.probe: DraftShape | None = None  # a deeper tier that runs instead of the chosen one
         self.estimates = AcceptanceEstimates(max(tier.depth for tier in self.table.tiers))
         # drafts of packed tiers are chosen by it
@@ -196,14 +196,14 @@ class BudgetPolicy(AdaptiveSpecPolicy):
             self.expected_tokens += rows * expected
             self.realised_tokens += rows + total
             if tier.packed and expected > 1.0:
-                found = self.packed_yield * total / (rows * (expected - 1.0))
-                self.packed_yield += (min(found, MOST_RATIO) - self.packed_yield) / WINDOW
+                ratio = self.packed_yield * total / (rows * (expected - 1.0))
+                self.packed_yield += (min(ratio, MOST_RATIO) - self.packed_yield) / WINDOW
         if not tier.packed:  # what was realised before acceptance changed is forgotten
             self.packed_yield += (1.0 - self.packed_yield) / YIELD_WINDOW
         self.estimates.observe(accepted, proposed, rounds)
         candidates = self._candidates(batch_size)
         times = self._times({*candidates, tier}, bucket, record.context)
-        rated = {one: times[one] for one in candidates}
+        rated = {candidate: times[candidate] for candidate in candidates}
         rates, self._expected = self._rates(rated, bucket, record)
         tokens = 1.0 + record.share * total / rows
         self._account(rates, times, tokens, tier, rows, rounds)
@@ -225,9 +225,9 @@ class BudgetPolicy(AdaptiveSpecPolicy):
         return self.survival.slope, self.survival.intercepts, self.survival.offsets(requests)
 
     def describe(self) -> dict[str, Any]:
-        known = self.survival
+        survival = self.survival
         return {
-            **({} if known is None else {"calibration_error": known.calibration_error}),
+            **({} if survival is None else {"calibration_error": survival.calibration_error}),
             "policy": "budget",
             "expected_tokens": self.expected_tokens,
             "realised_tokens": self.realised_tokens,
@@ -241,8 +241,8 @@ class BudgetPolicy(AdaptiveSpecPolicy):
         if batch_size not in self._known_candidates:
             tiers = self.config.slots[self.config.slot_index(batch_size)].tiers
             bucket = self.table.bucket_of(batch_size)
-            found = tuple(tier for tier in tiers if (tier, bucket) in self.table.pairs)
-            self._known_candidates[batch_size] = found
+            candidates = tuple(tier for tier in tiers if (tier, bucket) in self.table.pairs)
+            self._known_candidates[batch_size] = candidates
         return self._known_candidates[batch_size]
 
     def _times(self, tiers: Iterable[DraftShape], bucket: int, context: float) -> ByTier:
@@ -275,14 +275,14 @@ class BudgetPolicy(AdaptiveSpecPolicy):
         known, because they try late drafts only where those are likely to be accepted.
         """
         assert self.survival is not None
-        known, (depth, verified) = record.requests or [None], self._depths[tier]
-        drafts = len(known) * (verified - 1)
+        requests, (depth, verified) = record.requests or [None], self._depths[tier]
+        drafts = len(requests) * (verified - 1)
         if tier.packed and record.requests:  # rows of requests without drafts, and of padding, too
-            drafts = bucket * verified - round(len(known) / record.share)
-        found = self.survival.survivors(known, drafts, depth)
+            drafts = bucket * verified - round(len(requests) / record.share)
+        survivors = self.survival.survivors(requests, drafts, depth)
         if unpacked is not None:
-            found *= unpacked / self.survival.survivors(known, len(known) * depth, depth)
-        return found * (self.packed_yield if tier.packed else 1.0)
+            survivors *= unpacked / self.survival.survivors(requests, len(requests) * depth, depth)
+        return survivors * (self.packed_yield if tier.packed else 1.0)
 
     def _is_deeper(self, tier: DraftShape) -> bool:
         # packed rounds may leave late drafts untried, so all rows may show more than some of them
@@ -317,8 +317,8 @@ class BudgetPolicy(AdaptiveSpecPolicy):
         limit = RESUME_DEFICIT * times.get(NO_DRAFTS, 0.0)
         if self.debt > 0.0 or (not self.chosen.steps and self.deficit > limit):
             return None
-        wanted = (1.0 + HYSTERESIS) * rates[self.chosen]
+        least_rate = (1.0 + HYSTERESIS) * rates[self.chosen]
         deeper = filter(self._is_deeper, rates)
-        possible = [t for t in deeper if (1.0 + share * t.depth) / times[t] > wanted]
+        possible = [t for t in deeper if (1.0 + share * t.depth) / times[t] > least_rate]
         may_skip = (self._vain_probes + 1) % PROBES_A_TURN == 0
         return possible[min(may_skip, len(possible) - 1)] if possible else None

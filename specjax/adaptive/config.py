@@ -104,16 +104,16 @@ class AdaptiveConfig:
         tiers = sorted(set(tiers))
         # block drafters also verify whole blocks
         default = {*DEFAULT_CANDIDATES[policy], *(tier.steps for tier in tiers[-1:] if tier.block)}
-        wanted = [slot.candidate_steps or default for slot in self.slots]
-        tiers = tiers or sorted({DraftShape.chain(n) for steps in wanted for n in steps})
+        numbers = [slot.candidate_steps or default for slot in self.slots]
+        tiers = tiers or sorted({DraftShape.chain(n) for steps in numbers for n in steps})
         slots = []
-        for slot, steps in zip(self.slots, wanted, strict=True):
-            own = tuple(tier for tier in tiers if tier.steps in steps)
-            found = tuple(tier.steps for tier in own)
-            missing = sorted(set(steps) - set(found))
-            if missing and (slot.candidate_steps or not any(found)):
+        for slot, steps in zip(self.slots, numbers, strict=True):
+            selected = tuple(tier for tier in tiers if tier.steps in steps)
+            available = tuple(tier.steps for tier in selected)
+            missing = sorted(set(steps) - set(available))
+            if missing and (slot.candidate_steps or not any(available)):
                 raise ValueError(f"candidate_steps={missing} have no tier; available {tiers=}")
-            slots.append(replace(slot, candidate_steps=found, tiers=own))
+            slots.append(replace(slot, candidate_steps=available, tiers=selected))
         return AdaptiveConfig(slots=tuple(slots), policy=policy)
 
     def packed_tiers(
@@ -196,11 +196,11 @@ def _parse_slot(size: str, values: Any, common: Mapping[str, Any]) -> AdaptiveSl
         raise ValueError(f"batch-size slot {size!r}: {error}") from None
 
 
-def _check_keys(values: Mapping[Any, Any], known: Iterable[str], where: str = "") -> None:
+def _check_keys(values: Mapping[Any, Any], keys: Iterable[str], where: str = "") -> None:
     for key, value in values.items():
-        if key not in known:
+        if key not in keys:
             name = f"{where}{key}" if where else key
             raise ValueError(
-                f"unknown key {name!r}={value!r}; allowed: {', '.join(known)}. At the top level, a "
+                f"unknown key {name!r}={value!r}; allowed: {', '.join(keys)}. At the top level, a "
                 "batch size of up to 9 digits, such as '8', is also allowed"
             )

@@ -138,8 +138,8 @@ class TierController:
         figures = self.tiers[tier]
         figures.rounds += 1
         # packed rounds share rows, also those of padding, so a request may verify more than others
-        known = record.num_proposed_drafts if tier.packed else ()
-        figures.proposed_drafts += sum(known) if known else (tier.nodes - 1) * len(counts)
+        proposed = record.num_proposed_drafts if tier.packed else ()
+        figures.proposed_drafts += sum(proposed) if proposed else (tier.nodes - 1) * len(counts)
         figures.accepted_drafts += sum(counts)
         return has_moved
 
@@ -174,10 +174,10 @@ class TierController:
 
     def totals(self) -> dict[str, Any]:
         """Current values by their names in :class:`specjax.metrics.Totals`; any thread may call."""
-        own = "tier", "ema_accept_len", "wasted_drafts", "num_rounds", "num_plain_rounds"
-        found, known = {name: getattr(self, name) for name in own}, self.policy.describe()
-        names = {"expected_tokens", "realised_tokens", "calibration_error"} & known.keys()
-        return found | {"num_switches": self.switches} | {name: known[name] for name in names}
+        shared = "tier", "ema_accept_len", "wasted_drafts", "num_rounds", "num_plain_rounds"
+        values, described = {name: getattr(self, name) for name in shared}, self.policy.describe()
+        names = {"expected_tokens", "realised_tokens", "calibration_error"} & described.keys()
+        return values | {"num_switches": self.switches} | {name: described[name] for name in names}
 
     def describe(self) -> dict[str, Any]:
         return {

@@ -33,11 +33,11 @@ class CostTable:
         if missing := [pair for pair in expected if pair not in seconds]:
             raise ValueError(f"round times are missing for (tier, batch)={missing}")
         self.pairs = set(seconds)
-        found = {pair: self._checked(*pair, seconds[pair]) for pair in self.pairs}
+        checked = {pair: self._checked(*pair, seconds[pair]) for pair in self.pairs}
         self._seconds = {
             (tier, bucket): tuple(
                 max(
-                    found[other, size][i]
+                    checked[other, size][i]
                     for other, size in self.pairs
                     if size <= bucket
                     and other.steps <= tier.steps
@@ -79,10 +79,10 @@ class CostTable:
         """Correct the table by the time of a round while serving."""
         ratios = self._ratios[bucket]
         change = seconds / self.seconds(tier, bucket, context)
-        found = ratios[tier] * min(max(change, 1.0 / MOST_CHANGE), MOST_CHANGE)
-        found = min(max(found, 1.0 / MOST_RATIO), MOST_RATIO)
-        own = ratios[tier] + (found - ratios[tier]) / OWN_ROUNDS
+        observed = ratios[tier] * min(max(change, 1.0 / MOST_CHANGE), MOST_CHANGE)
+        observed = min(max(observed, 1.0 / MOST_RATIO), MOST_RATIO)
+        updated = ratios[tier] + (observed - ratios[tier]) / OWN_ROUNDS
         for other, ratio in ratios.items():
-            if own < ratio or (other.steps >= tier.steps and other.verified >= tier.verified):
-                ratios[other] = ratio + (own - ratio) / OTHER_ROUNDS
-        ratios[tier] = own
+            if updated < ratio or (other.steps >= tier.steps and other.verified >= tier.verified):
+                ratios[other] = ratio + (updated - ratio) / OTHER_ROUNDS
+        ratios[tier] = updated

@@ -87,8 +87,8 @@ class AdaptiveSpeculativeParams(AdaptiveSpecPolicy):
         self.config = load_adaptive_config(config).resolve("ema", tiers)
         self.tiers = self.config.tiers
         self.candidate_steps = self.config.candidate_steps
-        first = [(slot, nearest(slot.tiers, initial_steps)) for slot in self.config.slots]
-        self._states = [EmaState(slot, tier, ema=float(tier.depth - 1)) for slot, tier in first]
+        initial = [(slot, nearest(slot.tiers, initial_steps)) for slot in self.config.slots]
+        self._states = [EmaState(slot, tier, ema=float(tier.depth - 1)) for slot, tier in initial]
         self._active = 0
 
     @property

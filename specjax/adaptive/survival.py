@@ -71,7 +71,7 @@ class SurvivalEstimator:
 
     def offsets(self, requests: Sequence[Hashable]) -> np.ndarray:
         """The offsets f64 ``[N]`` of requests; 0 for a request without a record."""
-        return self._offsets[[self._requests.get(one, KEPT_REQUESTS) for one in requests]]
+        return self._offsets[[self._requests.get(request, KEPT_REQUESTS) for request in requests]]
 
     def survival(self, requests: Sequence[Hashable]) -> np.ndarray:
         """Probability f64 ``[N, D]`` that all drafts up to each position are accepted.
@@ -113,7 +113,7 @@ class SurvivalEstimator:
         if len(requests):
             key = tuple(requests)
             if key != self._batch[0]:  # most batches have the requests of the one before
-                self._batch = key, np.array([self._index(one) for one in requests])
+                self._batch = key, np.array([self._index(request) for request in requests])
             self._rounds.append((self._batch[1], num_accepted, num_proposed, confidences))
         if len(self._rounds) >= ROUNDS_PER_FIT:
             self.fit()
@@ -123,30 +123,30 @@ class SurvivalEstimator:
         rounds, self._rounds, self._survivors = self._rounds, [], {}
         *columns, _ = zip(*rounds, strict=True)
         requests, hits, proposed = map(np.concatenate, columns)
-        ends = list(accumulate(len(one[0]) for one in rounds))
+        ends = list(accumulate(len(entry[0]) for entry in rounds))
         depth = len(self.intercepts)
         q = np.full((ends[-1], depth), 0.5)
-        for end, (own, *_, confidences) in zip(ends, rounds, strict=True):
+        for end, (indices, *_, confidences) in zip(ends, rounds, strict=True):
             if len(confidences):
-                found = np.asarray(confidences)[:, :depth]
-                q[end - len(own) : end, : found.shape[1]] = found
+                values = np.asarray(confidences)[:, :depth]
+                q[end - len(indices) : end, : values.shape[1]] = values
         num_tried = np.minimum(hits + 1, proposed)
         is_tried = (np.arange(depth) < num_tried[:, None]) & (q != 0.0)
         # from here on, arrays are by tried draft
         row, position = is_tried.nonzero()
         q = q[row, position]
         q = _limited(np.where(np.isnan(q), 0.5, q), LEAST_Q, 1.0 - LEAST_Q)
-        known = np.log(q / (1.0 - q))
+        log_odds = np.log(q / (1.0 - q))
         request, is_hit = requests[row], position < hits[row]
-        logits = self.slope * known + self.intercepts[position] + self._offsets[request]
+        logits = self.slope * log_odds + self.intercepts[position] + self._offsets[request]
         chance = _sigmoid(logits)
         error, information = is_hit - chance, chance * (1.0 - chance)
         inputs = np.eye(1 + depth).take(1 + position, axis=0)
-        inputs[:, 0] = known
+        inputs[:, 0] = log_odds
         # positions that were not tried are not forgotten
         num_rounds = np.logical_or.reduceat(is_tried, [0, *ends[:-1]]).sum(axis=0)
         self._odds *= (1.0 - 1.0 / WINDOW) ** num_rounds
-        self._odds += [np.bincount(position, x, depth) for x in (known, None)]
+        self._odds += [np.bincount(position, x, depth) for x in (log_odds, None)]
         keep = (1.0 - 1.0 / WINDOW) ** (0.5 * np.append(num_rounds.max(), num_rounds))
         self._hessian *= keep[:, None] * keep
         self._hessian += (inputs.T * information) @ inputs
@@ -160,14 +160,14 @@ class SurvivalEstimator:
         steps = _limited(np.linalg.solve(damped[1:, 1:], gradient), -1.0, 1.0)
         self.intercepts = _limited(self.intercepts + steps, -MOST_ODDS, MOST_ODDS)
         counts = np.bincount(requests, minlength=KEPT_REQUESTS)
-        seen = counts.nonzero()[0]
-        count, offsets = counts[seen], self._offsets[seen]
-        gained = np.bincount(request, information, KEPT_REQUESTS)[seen]
-        total = (1.0 - 1.0 / WINDOW) ** count * self._information[seen] + gained
-        errors = np.bincount(request, error, KEPT_REQUESTS)[seen]
+        active = counts.nonzero()[0]
+        count, offsets = counts[active], self._offsets[active]
+        gained = np.bincount(request, information, KEPT_REQUESTS)[active]
+        total = (1.0 - 1.0 / WINDOW) ** count * self._information[active] + gained
+        errors = np.bincount(request, error, KEPT_REQUESTS)[active]
         offsets += (errors - PRIOR * count / WINDOW * offsets) / (total + PRIOR)
-        self._offsets[seen] = _limited(offsets, -MOST_ODDS, MOST_ODDS)
-        self._information[seen] = total
+        self._offsets[active] = _limited(offsets, -MOST_ODDS, MOST_ODDS)
+        self._information[active] = total
         bins = np.minimum((BINS * chance).astype(int), BINS - 1)
         self._checks *= (1.0 - 0.1 / WINDOW) ** len(rounds)
         for sums_by_bin, weights in zip(self._checks, (chance, is_hit, None), strict=True):

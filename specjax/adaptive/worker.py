@@ -70,8 +70,8 @@ class AdaptiveController(TierController):
         config_path: ConfigSource = None,
     ) -> None:
         if policy is None:
-            first = 0 if worker is None else worker.speculative_num_steps
-            policy = AdaptiveSpeculativeParams(first, config_path)
+            initial_steps = 0 if worker is None else worker.speculative_num_steps
+            policy = AdaptiveSpeculativeParams(initial_steps, config_path)
         elif config_path is not None:
             raise ValueError(f"{policy=} and {config_path=} cannot be combined; pass only one")
         super().__init__(policy)

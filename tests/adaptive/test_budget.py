@@ -48,7 +48,7 @@ def test_estimates_approach_the_chances(chances: list[float], seed: int) -> None
             counts.append(count)
         estimates.observe(counts, [steps] * len(counts))
     for rows, chance, estimate in zip(
-        estimates.tried, chances, estimates.acceptance(steps), strict=True
+        estimates.tries, chances, estimates.acceptance(steps), strict=True
     ):
         if rows > 1000:
             assert estimate == pytest.approx(chance, abs=0.09)
@@ -65,7 +65,7 @@ def chosen(
     )
     policy.chosen, policy.deficit, policy._bucket = chain(current), deficit, 0
     policy.estimates.accepted = accepted
-    policy.estimates.tried = [1.0] * len(accepted)
+    policy.estimates.tries = [1.0] * len(accepted)
     return policy.tier_for_batch(1).steps
 
 
@@ -235,7 +235,7 @@ def test_requests_without_drafts_take_a_row_and_gain_nothing() -> None:
     times = {(chain(0), 8): 1.0, (packed, 8): 1.4, (chain(3), 8): 1.5}
     policy = BudgetPolicy(times, 3, {"candidate_steps": [0, 3]})
     assert policy.survival is not None
-    policy.estimates.tried, policy.estimates.accepted = [90.0] * 3, [81.0] * 3
+    policy.estimates.tries, policy.estimates.accepted = [90.0] * 3, [81.0] * 3
     gain = expected_tokens([0.9] * 3)[3] - 1
     for known, live, drafts, chosen in (
         ("abcd", 4, 12, packed),

@@ -53,7 +53,7 @@ def test_long_contexts_can_change_the_tier() -> None:
     """With long contexts, rows cost less in comparison, because reading the KV takes longer."""
     times = {(chain(0), 1): [1.0, 4.0], (chain(3), 1): [2.2, 4.4]}
     policy = BudgetPolicy(times, 0, {"candidate_steps": [0, 3]})
-    policy.estimates.tried, policy.estimates.accepted = [9.0] * 3, [6.0, 4.5, 4.5]
+    policy.estimates.tries, policy.estimates.accepted = [9.0] * 3, [6.0, 4.5, 4.5]
     policy._bucket = 8  # another batch size, so the tier is chosen again
     assert policy.tier_for_batch(1, RoundRecord(context=100)) == chain(0)
     assert policy.tier_for_batch(1, RoundRecord(context=4096)) == chain(3)
@@ -66,7 +66,7 @@ def test_drafts_that_were_not_proposed_do_not_count_as_rejected() -> None:
     first, second, _ = policy.estimates.acceptance(1)
     assert first > 0.98
     assert second == 0.0
-    assert not policy.estimates.tried[1]
+    assert not policy.estimates.tries[1]
 
 
 @given(st.lists(st.tuples(st.sampled_from(PAIRS), TIMES), max_size=40))
