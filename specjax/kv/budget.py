@@ -61,7 +61,7 @@ class PageBudget:
         self._set_pages = set_pages
         self._reserve = RESERVE_START
         self._followers = followers
-        allocator.on_free += [each.drop for each in followers]
+        allocator.on_free += [follower.drop for follower in followers]
 
     @property
     def num_used_tokens(self) -> int:
@@ -72,7 +72,7 @@ class PageBudget:
     @property
     def num_window_tokens(self) -> int:
         """The same for the pages of the followers, including those of cached texts."""
-        return sum(each.num_used_tokens for each in self._followers)
+        return sum(follower.num_used_tokens for follower in self._followers)
 
     def capacity(self, running: Sequence[PageHolding]) -> Capacity:
         """Page totals of the running requests, valid until the next dispatch or read of a round."""
@@ -121,7 +121,7 @@ class PageBudget:
         """
         self._reserve = max(MIN_RESERVE, self._reserve * RESERVE_DECAY)
         is_grown = self._grow(holdings, running)
-        return is_grown and all(each.grow(holdings, running) for each in self._followers)
+        return is_grown and all(follower.grow(holdings, running) for follower in self._followers)
 
     def _grow(self, holdings: Sequence[PageHolding], running: Sequence[PageHolding]) -> bool:
         counts = self._missing(holdings, 1)
@@ -137,21 +137,21 @@ class PageBudget:
         pages = self._take(sum(counts), running)
         for holding, count in zip(holdings, counts, strict=True):
             if count:
-                first = len(holding.pages)
+                begin = len(holding.pages)
                 holding.pages += pages[:count]
                 del pages[:count]
-                self._set_pages(holding.slot, holding.pages[first:], first)
+                self._set_pages(holding.slot, holding.pages[begin:], begin)
         return True
 
     def prepare_chunk(self, holding: PageHolding, end: int, running: Sequence[PageHolding]) -> None:
         """Prepare a prompt chunk up to ``end``, before ``holding.kv_len`` counts its tokens."""
-        for each in self._followers:
-            each.prepare_chunk(holding, end, running)
+        for follower in self._followers:
+            follower.prepare_chunk(holding, end, running)
 
     def chunks_dispatched(self) -> None:
         """Note that all prepared chunks have been dispatched."""
-        for each in self._followers:
-            each.chunks_dispatched()
+        for follower in self._followers:
+            follower.chunks_dispatched()
 
     def _missing(self, holdings: Sequence[PageHolding], dispatches: int) -> list[int]:
         return [max(0, self._needed(h, dispatches) - len(h.pages)) for h in holdings]
@@ -181,10 +181,10 @@ class PageBudget:
         holding.node, holding.num_shared = node, count
         if duplicates:
             # from the next dispatch on, this request reads the cached pages
-            own, holding.pages = holding.pages[:count], shared + holding.pages[count:]
+            replaced, holding.pages = holding.pages[:count], shared + holding.pages[count:]
             self._set_pages(holding.slot, holding.pages, 0)
-            for each in self._followers:
-                each.replace(holding, own, shared)
+            for follower in self._followers:
+                follower.replace(holding, replaced, shared)
             self._allocator.free(duplicates)
         return True
 
@@ -205,12 +205,12 @@ class PageBudget:
                 owned = self.cache.insert(known_ids, holding.pages[:full]) + holding.pages[full:]
                 if self._followers:
                     cached = self.cache.match(known_ids)[1][:full]
-                    for each in self._followers:
-                        each.move(holding.pages, cached)
+                    for follower in self._followers:
+                        follower.move(holding.pages, cached)
                     holding.pages[: len(cached)] = cached
             self.cache.unlock(holding.node)
-        for each in self._followers:
-            each.end(holding)
+        for follower in self._followers:
+            follower.end(holding)
         holding.pages, holding.num_shared, holding.node = [], 0, None
         self._allocator.free(owned)
 
@@ -219,7 +219,7 @@ class PageBudget:
 
     def _usable(self, pages: Sequence[int]) -> int:
         """Number of leading pages of a cached prefix after which all followers can continue."""
-        counts = (each.usable(pages) for each in self._followers)
+        counts = (follower.usable(pages) for follower in self._followers)
         count = min(counts, default=len(pages))
         return count if count == len(pages) else self._usable(pages[:count])
 
@@ -247,12 +247,12 @@ class PageBudget:
         for holding in reversed(running):
             if short <= 0:
                 break
-            kept = len(holding.pages) - min(short, self._reclaimable(holding))
-            if kept < len(holding.pages):
-                short -= len(holding.pages) - kept
-                self._allocator.free(holding.pages[kept:])
-                del holding.pages[kept:]
-                self._set_pages(holding.slot, (), kept)
+            num_kept = len(holding.pages) - min(short, self._reclaimable(holding))
+            if num_kept < len(holding.pages):
+                short -= len(holding.pages) - num_kept
+                self._allocator.free(holding.pages[num_kept:])
+                del holding.pages[num_kept:]
+                self._set_pages(holding.slot, (), num_kept)
         pages = self._allocator.allocate(count)
         assert pages is not None
         return pages

@@ -112,7 +112,7 @@ class PageView:
             )
 
             def tree_rows(q: Array, kv: Array, layer: int, **options: Any) -> Array:
-                spread = segments.spread(q, tree_mask.shape[1])
+                spread = segments.scatter(q, tree_mask.shape[1])
                 return segments.gather(by_tree(spread, kv, layer, **options))
 
             return PagedAttend(kv_indices, tree_rows, self.implementation)
@@ -187,10 +187,10 @@ class Segments:
         row = jnp.where(self.is_real, self.positions - self.starts[self.index], 0)
         return x[self.index, row][None]
 
-    def spread(self, x: Array, width: int) -> Array:
+    def scatter(self, x: Array, width: int) -> Array:
         """Undo :meth:`gather` for T = ``width``; tokens after a segment's are arbitrary."""
-        first = self.last - self.counts + 1
-        token = first[:, None] + jnp.arange(width, dtype=jnp.int32)
+        begins = self.last - self.counts + 1
+        token = begins[:, None] + jnp.arange(width, dtype=jnp.int32)
         return x[0, jnp.minimum(token, x.shape[1] - 1)]
 
 
@@ -224,12 +224,12 @@ class PageAllocator:
 
     def free(self, pages: list[int]) -> None:
         """Free pages. If one is not allocated or repeated, free none and raise ValueError."""
-        given = set(pages)
-        if len(given) != len(pages):
+        freed = set(pages)
+        if len(freed) != len(pages):
             raise ValueError(f"pages {pages} must not repeat a page")
-        if not given <= self._held:
-            raise ValueError(f"pages {sorted(given - self._held)} are not allocated")
+        if not freed <= self._held:
+            raise ValueError(f"pages {sorted(freed - self._held)} are not allocated")
         for drop in self.on_free:
             drop(pages)
-        self._held -= given
+        self._held -= freed
         self._free.extend(reversed(pages))

@@ -108,15 +108,15 @@ class PrefixCache:
         """
         num_full = min(self.num_full_pages(len(tokens)), len(pages))
         node, cached = self._walk(tokens, num_full)
-        new = list(pages[len(cached) : num_full])
-        duplicates = [page for page, own in zip(pages, cached, strict=False) if page != own]
-        rest = [page for page in pages[num_full:] if page not in self._held]
-        for index, page in enumerate(new, len(cached)):
+        added = list(pages[len(cached) : num_full])
+        duplicates = [page for page, held in zip(pages, cached, strict=False) if page != held]
+        trailing = [page for page in pages[num_full:] if page not in self._held]
+        for index, page in enumerate(added, len(cached)):
             parent, key = node, self._key(tokens, index)
             node = parent.children[key] = Node(parent, key, page)
-        self._held.update(new)
+        self._held.update(added)
         self._mark_used(node)
-        return duplicates + rest
+        return duplicates + trailing
 
     def evict(self, num_pages: int) -> int:
         """Free up to ``num_pages`` unlocked pages, least recently used first; return the number."""

@@ -31,9 +31,9 @@ def pages_wanted(
     """
     written = writes.after((AHEAD_DISPATCHES + MAX_UNREAD) * writes.rounds)
     # pages at both ends are shared with other keys, and a chunk may begin and end within a page
-    each = -(-(window + written) // page_size) + 2
+    per_request = -(-(window + written) // page_size) + 2
     added = -(-chunk // page_size) + 2 * num_requests
-    return 1 + num_requests * each + int(SPARE * num_requests * each) + added
+    return 1 + num_requests * per_request + int(SPARE * num_requests * per_request) + added
 
 
 class WindowPages:
@@ -59,14 +59,14 @@ class WindowPages:
         self._writes = writes
         self._set_pages = set_pages
         # window page of each page that has one, least recently used first
-        self._found: OrderedDict[int, int] = OrderedDict()
+        self._page_map: OrderedDict[int, int] = OrderedDict()
         # KV lengths of holdings before the chunks that have not been dispatched yet
         self._begins: dict[PageHolding, int] = {}
 
     @property
     def num_used_tokens(self) -> int:
         """Number of tokens that all window pages in use can store, also those of cached texts."""
-        return len(self._found) * self._allocator.page_size
+        return len(self._page_map) * self._allocator.page_size
 
     def usable(self, pages: Sequence[int]) -> int:
         """Number of leading pages of a cached prefix after which a request can continue.
@@ -75,11 +75,11 @@ class WindowPages:
         """
         size, count, in_a_row = self._allocator.page_size, 0, 0
         for index, page in enumerate(pages, start=1):
-            in_a_row = in_a_row + 1 if page in self._found else 0
+            in_a_row = in_a_row + 1 if page in self._page_map else 0
             if in_a_row >= index - self._first(index * size):
                 count = index
         for page in pages[self._first(count * size) : count]:
-            self._found.move_to_end(page)
+            self._page_map.move_to_end(page)
         return count
 
     def prepare_chunk(self, holding: PageHolding, end: int, running: Iterable[PageHolding]) -> None:
@@ -89,49 +89,49 @@ class WindowPages:
                 f"internal error: too few window pages for a chunk of {end - holding.kv_len} "
                 "tokens; restart the engine and report this"
             )
-        self._show(holding, self._first(holding.kv_len))
+        self._write_table(holding, self._first(holding.kv_len))
         self._begins.setdefault(holding, holding.kv_len)
 
     def chunks_dispatched(self) -> None:
         """Prepared chunks no longer need keys before the window at their ends."""
         for holding, begin in self._begins.items():
-            self._pass(holding, max(begin, holding.num_cached))
+            self._mark_droppable(holding, max(begin, holding.num_cached))
         self._begins.clear()
 
     def end(self, holding: PageHolding) -> None:
         """Mark the last window of a text as used now, and its other window pages as used least."""
         self._begins.pop(holding, None)
-        self._pass(holding, len(holding.prefill_ids))
+        self._mark_droppable(holding, len(holding.prefill_ids))
         for page in holding.pages[self._first(holding.kv_len) :]:
-            if page in self._found:
-                self._found.move_to_end(page)
+            if page in self._page_map:
+                self._page_map.move_to_end(page)
 
     def grow(self, holdings: Sequence[PageHolding], running: Iterable[PageHolding]) -> bool:
         """Give window pages to the next dispatch of rounds, or to several; ``False`` if none."""
 
         def ends(dispatches: int) -> list[tuple[PageHolding, int]]:
-            return [(each, each.max_kv_len(self._writes, dispatches)) for each in holdings]
+            return [(holding, holding.max_kv_len(self._writes, dispatches)) for holding in holdings]
 
         if not self._missing(ends(1)):
             return True
         return any(self._prepare(ends(n), running) for n in (AHEAD_DISPATCHES, 1))
 
-    def move(self, old: Iterable[int], new: Iterable[int]) -> None:
-        """Give window pages of pages ``old`` to pages ``new`` of equal text that have none."""
-        for before, after in zip(old, new, strict=False):
-            if before in self._found and after not in self._found:
-                self._found[after] = self._found.pop(before)
+    def move(self, sources: Iterable[int], targets: Iterable[int]) -> None:
+        """Give window pages of ``sources`` to ``targets``, pages of equal text that have none."""
+        for before, after in zip(sources, targets, strict=False):
+            if before in self._page_map and after not in self._page_map:
+                self._page_map[after] = self._page_map.pop(before)
 
-    def replace(self, holding: PageHolding, old: Iterable[int], new: Iterable[int]) -> None:
-        """Use pages ``new`` of equal text in a holding that had ``old``; write its table again."""
-        self.move(old, new)
-        self._pass(holding, holding.num_cached)
-        self._show(holding, self._first(holding.kv_len))
+    def replace(self, holding: PageHolding, sources: Iterable[int], targets: Iterable[int]) -> None:
+        """Use ``targets`` instead of ``sources`` of equal text in a holding; rewrite its table."""
+        self.move(sources, targets)
+        self._mark_droppable(holding, holding.num_cached)
+        self._write_table(holding, self._first(holding.kv_len))
 
     def drop(self, pages: Iterable[int]) -> None:
         """Take back the window pages of pages that are freed."""
-        found = [self._found.pop(page) for page in pages if page in self._found]
-        self._allocator.free(found)
+        window_pages = [self._page_map.pop(page) for page in pages if page in self._page_map]
+        self._allocator.free(window_pages)
 
     def _first(self, position: int) -> int:
         """Index of the first page that a row at this position reads."""
@@ -145,50 +145,50 @@ class WindowPages:
         count = sum(len(pages) for _, pages in missing)
         if count > self._allocator.num_free:
             self._take_back(count - self._allocator.num_free, running)
-        if (given := self._allocator.allocate(count)) is None:
+        if (allocated := self._allocator.allocate(count)) is None:
             return False
         lacking = [page for _, pages in missing for page in pages]
-        self._found.update(zip(lacking, given, strict=True))
+        self._page_map.update(zip(lacking, allocated, strict=True))
         for holding, _ in missing:
-            self._show(holding, holding.kv_len // self._allocator.page_size)
+            self._write_table(holding, holding.kv_len // self._allocator.page_size)
         return True
 
     def _missing(
         self, ends: Sequence[tuple[PageHolding, int]]
     ) -> list[tuple[PageHolding, list[int]]]:
         """Pages without a window page from each holding's ``kv_len`` to an end."""
-        found, size = [], self._allocator.page_size
+        missing, size = [], self._allocator.page_size
         for holding, end in ends:
             pages = holding.pages[holding.kv_len // size : self._allocator.pages_for(end)]
-            if lacking := [page for page in pages if page not in self._found]:
-                found.append((holding, lacking))
-        return found
+            if lacking := [page for page in pages if page not in self._page_map]:
+                missing.append((holding, lacking))
+        return missing
 
     def _take_back(self, count: int, running: Iterable[PageHolding]) -> None:
         """Take back unread window pages: at least ``count`` if possible, and a few at a time."""
         read = {
             page
-            for each in running
-            for page in each.pages[self._first(self._begins.get(each, each.kv_len)) :]
+            for holding in running
+            for page in holding.pages[self._first(self._begins.get(holding, holding.kv_len)) :]
         }
         count = max(count, self._allocator.num_pages // 8)
-        unread = (page for page in self._found if page not in read)
+        unread = (page for page in self._page_map if page not in read)
         self.drop(list(islice(unread, count)))
 
-    def _pass(self, holding: PageHolding, begin: int) -> None:
+    def _mark_droppable(self, holding: PageHolding, begin: int) -> None:
         """Mark pages from ``begin`` on that no row of this text still reads as first to drop.
 
         Windows at ``num_cached`` and ``num_matched`` keep their rank, because other requests may
         branch there.
         """
         size, ends = self._allocator.page_size, {holding.num_cached, holding.num_matched}
-        kept = {index for end in ends for index in range(self._first(end), end // size)}
+        branching = {index for end in ends for index in range(self._first(end), end // size)}
         for index in range(self._first(begin), self._first(holding.kv_len)):
             page = holding.pages[index]
-            if index not in kept and page in self._found:
-                self._found.move_to_end(page, last=False)
+            if index not in branching and page in self._page_map:
+                self._page_map.move_to_end(page, last=False)
 
-    def _show(self, holding: PageHolding, first: int) -> None:
-        """Write the window pages of a holding into its slot's table from entry ``first`` on."""
-        pages = [self._found.get(page, 0) for page in holding.pages[first:]]
-        self._set_pages(holding.slot, pages, first)
+    def _write_table(self, holding: PageHolding, begin: int) -> None:
+        """Write the window pages of a holding into its slot's table from entry ``begin`` on."""
+        pages = [self._page_map.get(page, 0) for page in holding.pages[begin:]]
+        self._set_pages(holding.slot, pages, begin)

@@ -155,17 +155,17 @@ def draw_and_accept(
     ``masks`` i32 ``[B, T, V / 32]`` are the bits of the tokens that a grammar allows. The KV of a
     tree's accepted path is moved to where a chain would have stored it.
     """
-    future, kv, spread = state.future, state.pools.target, lambda x: x
+    future, kv, scatter = state.future, state.pools.target, lambda x: x
     if passed.rows is not None:
-        spread = partial(passed.rows.spread, width=config.shape.nodes)
-    # a greedy batch needs only its tokens, so its logits need not be spread
-    before, after = (lambda x: x, spread) if batch.draw.greedy else (spread, lambda x: x)
+        scatter = partial(passed.rows.scatter, width=config.shape.nodes)
+    # a greedy batch needs only its tokens, so its logits need not be scattered
+    before, after = (lambda x: x, scatter) if batch.draw.greedy else (scatter, lambda x: x)
     inputs = LogitInputs(batch.sampling, batch.tokens, batch.slots)
     logits = before(passed.logits)
     if masks is not None:
         logits = keep_allowed(logits, masks)
     tokens, logprobs = target_tokens(logits, tree, inputs, batch.draw, future.logit_states)
-    tokens, hidden, features = after(tokens), spread(passed.hidden), spread(passed.features)
+    tokens, hidden, features = after(tokens), scatter(passed.hidden), scatter(passed.features)
     # a greedy batch needs only its tokens
     states = None if batch.draw.greedy else hidden
     outputs = NodeOutputs(tokens, features, logprobs, states, tree.draft_rows)

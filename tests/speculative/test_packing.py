@@ -204,7 +204,7 @@ def test_gather_and_spread() -> None:
     x = jnp.arange(12).reshape(4, 3)
     packed = rows.gather(x)
     assert packed[0, :6].tolist() == [0, 1, 6, 7, 8, 9]
-    spread = rows.spread(packed, 3)
+    spread = rows.scatter(packed, 3)
     for g, count in enumerate(counts.tolist()):
         assert spread[g, :count].tolist() == x[g, :count].tolist()
     # nobody has rows
