@@ -84,14 +84,14 @@ class BlockDraft(DraftHead):
         self.hidden_norm = RMSNorm(config, size, "hidden_norm")
         numbers, kv_size = range(config.num_layers), config.num_kv_heads * config.head_dim
         names = [f"layers.{i}.self_attn.{x}_proj" for x in "kv" for i in numbers]
-        parts = (Part(name, (kv_size,)) for name in names)
-        self.context = linear(size, *parts, bias=config.qkv_bias)
+        tensors = (Part(name, (kv_size,)) for name in names)
+        self.context = linear(size, *tensors, bias=config.qkv_bias)
         kinds = enumerate(draft_kinds(config, implementation))
         self.layers = nnx.List(DecoderLayer(config, kind, f"layers.{i}.") for i, kind in kinds)
         self.norm = RMSNorm(config, size, "norm", implementation=implementation)
         self.markov = MarkovHead(config) if config.markov_head else None
-        part = Part("confidence_head.proj", (1,))
-        head = partial(linear, config.confidence_size, part, bias=True)
+        proj = Part("confidence_head.proj", (1,))
+        head = partial(linear, config.confidence_size, proj, bias=True)
         self.confidence_head = head() if config.has_confidence_head else None
 
     def confidences(self, hidden: Array, before: Array) -> Array | None:
@@ -120,8 +120,8 @@ class BlockDraft(DraftHead):
         keys, values = jnp.moveaxis(joined.reshape(shape), -4, 0)
         rope = rope_tables(config.rope, positions)
         for i, layer in enumerate(self.layers):
-            own = layer.attention.key_rope(rope)
-            kv = store(kv, i, keys[..., i, :, :], values[..., i, :, :], own)
+            layer_rope = layer.attention.key_rope(rope)
+            kv = store(kv, i, keys[..., i, :, :], values[..., i, :, :], layer_rope)
         return kv
 
     def __call__(

@@ -62,19 +62,19 @@ class Recipe:
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the weight, before ``layout`` cuts it."""
-        width, inner = sum(part.shape[0] for part in self.parts), self.parts[0].shape[1:]
+        width, inner = sum(tensor.shape[0] for tensor in self.parts), self.parts[0].shape[1:]
         return (*inner, width) if self.transpose else (width, *inner)
 
 
 Recipes = Mapping[str, Recipe]
 
 
-def joined(name: str, parts: Sequence[Part]) -> Part:
+def joined(name: str, tensors: Sequence[Part]) -> Part:
     """The rows of projections that are stored as one tensor; they have no factors."""
-    starts = np.cumsum([0, *(part.shape[0] for part in parts)])
-    if all(part.rows is None for part in parts):
+    starts = np.cumsum([0, *(tensor.shape[0] for tensor in tensors)])
+    if all(x.rows is None for x in tensors):
         return Part(name, (int(starts[-1]),))
-    orders = [np.arange(*part.shape) if part.rows is None else part.rows for part in parts]
+    orders = [np.arange(*x.shape) if x.rows is None else x.rows for x in tensors]
     pairs = zip(starts, orders, strict=False)
     return Part(name, (int(starts[-1]),), np.concatenate([start + order for start, order in pairs]))
 
@@ -99,9 +99,9 @@ def weight(
         stddev: their standard deviation.
         kind: class of the variable.
     """
-    parts = (Part(stored, shape),) if isinstance(stored, str) else stored
+    tensors = (Part(stored, shape),) if isinstance(stored, str) else stored
     metadata: dict[str, Any] = {"split": split, "mean": mean, "stddev": stddev}
-    return kind(jax.ShapeDtypeStruct(shape, dtype), recipe=Recipe(parts), **metadata)
+    return kind(jax.ShapeDtypeStruct(shape, dtype), recipe=Recipe(tensors), **metadata)
 
 
 class Cache(NamedTuple):
@@ -170,10 +170,10 @@ def leaves(state: Any) -> Iterator[Leaf]:
 def _quantised(recipe: Recipe, leaf: str, dtype: str, layout: QuantLayout) -> Recipe:
     """The recipe of an array of a quantised matrix; its scales have the factors."""
 
-    def part_of(part: Part) -> Part:
+    def part_of(tensor: Part) -> Part:
         if leaf == "values":
-            return replace(part, factor=1.0)
-        name = part.name + {"scale": SCALE, "offset": OFFSET}[leaf]
-        return replace(part, name=name, shape=(part.shape[0], layout.parts * layout.groups))
+            return replace(tensor, factor=1.0)
+        name = tensor.name + {"scale": SCALE, "offset": OFFSET}[leaf]
+        return replace(tensor, name=name, shape=(tensor.shape[0], layout.parts * layout.groups))
 
     return Recipe(tuple(map(part_of, recipe.parts)), dtype=dtype, layout=layout)

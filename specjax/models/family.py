@@ -24,8 +24,8 @@ def alike(config: ModelConfig, **differences: Any) -> tuple[LayerKind, ...]:
     options = {"scale": config.attention_scale, "softcap": config.attention_softcap}
 
     def kind(window: int, rope: Rope | None) -> LayerKind:
-        own = {"window": window or None, "rope": rope or config.rope}
-        return LayerKind.of(config, **{**options, **own, **differences})
+        varying = {"window": window or None, "rope": rope or config.rope}
+        return LayerKind.of(config, **{**options, **varying, **differences})
 
     windows = config.windows or (0,) * config.num_layers
     ropes = config.layer_ropes or (None,) * config.num_layers

@@ -83,20 +83,20 @@ class LayerKind:
     @classmethod
     def of(cls, config: TransformerConfig, **differences: Any) -> "LayerKind":
         """Take fields from ``differences``, or else from the configuration if it has them."""
-        names = {each.name for each in fields(cls)}
-        found = {name: getattr(config, name) for name in names if hasattr(config, name)}
-        return cls(**{**found, **differences})
+        names = {entry.name for entry in fields(cls)}
+        values = {name: getattr(config, name) for name in names if hasattr(config, name)}
+        return cls(**{**values, **differences})
 
     def tensor(self, name: str) -> str:
         """The name that files of the family have for a tensor of Llama's layers."""
         words = dict(self.renamed)
         return ".".join(words.get(word, word) for word in name.split("."))
 
-    def linear(self, in_size: int, at: str, *parts: Part, fused: str = "", **options: Any) -> Any:
+    def linear(self, in_size: int, at: str, *tensors: Part, fused: str = "", **options: Any) -> Any:
         """A :class:`Linear` of projections, or of the one named ``fused`` if files join them."""
         if fused in self.fused:
-            parts = (joined(fused, parts),)
-        stored = (replace(part, name=self.tensor(at + part.name)) for part in parts)
+            tensors = (joined(fused, tensors),)
+        stored = (replace(tensor, name=self.tensor(at + tensor.name)) for tensor in tensors)
         how: dict[str, Any] = {"dtypes": self.dtypes, "implementation": self.implementation}
         return Linear(in_size, *stored, **how, **options)
 
@@ -129,7 +129,7 @@ class Linear(nnx.Module):
     def __init__(
         self,
         in_size: int,
-        *parts: Part,
+        *tensors: Part,
         bias: bool,
         dtypes: Dtypes,
         split: str | None = None,
@@ -137,12 +137,12 @@ class Linear(nnx.Module):
         implementation: str | None = None,
     ) -> None:
         self.implementation = implementation
-        out_size = sum(part.shape[0] for part in parts)
-        kernel = abstract_kernel(in_size, out_size, dtypes.without(*(x.name for x in parts)))
-        stored = (x.of("weight", in_size, factor=x.factor * in_factor) for x in parts)
+        out_size = sum(tensor.shape[0] for tensor in tensors)
+        kernel = abstract_kernel(in_size, out_size, dtypes.without(*(x.name for x in tensors)))
+        stored = (x.of("weight", in_size, factor=x.factor * in_factor) for x in tensors)
         recipe, stddev = Recipe(tuple(stored), transpose=True), in_size**-0.5
         self.kernel = nnx.Param(kernel, recipe=recipe, split=split, stddev=stddev)
-        biases = partial(weight, tuple(x.of("bias") for x in parts), (out_size,))
+        biases = partial(weight, tuple(x.of("bias") for x in tensors), (out_size,))
         # products that are split along their inputs are added up before the bias
         split = None if split == "in" else split
         self.bias = biases(dtypes.activations, split=split) if bias else None
@@ -177,8 +177,8 @@ class RMSNorm(nnx.Module):
         implementation: str | None = None,
     ) -> None:
         """``name`` is that of the stored scale without ``.weight``; ``factor`` multiplies it."""
-        part, dtype = Part(f"{name}.weight", (size,), factor=factor), config.dtypes.activations
-        self.scale = weight((part,), (size,), dtype, split=split, mean=1.0 - offset)
+        tensor, dtype = Part(f"{name}.weight", (size,), factor=factor), config.dtypes.activations
+        self.scale = weight((tensor,), (size,), dtype, split=split, mean=1.0 - offset)
         self.eps, self.offset, self.implementation = config.rms_norm_eps, offset, implementation
 
     @property
@@ -263,8 +263,8 @@ def dense_attention(
             scores = softcap * jnp.tanh(scores / softcap)
         scores = jnp.where(mask, scores, -jnp.inf)
         if sinks is not None:  # a sink is one more key, of value 0
-            more = jnp.broadcast_to(sinks[:, None, None], (*scores.shape[:3], 1))
-            scores = jnp.concatenate([scores, more.astype(scores.dtype)], axis=-1)
+            of_sinks = jnp.broadcast_to(sinks[:, None, None], (*scores.shape[:3], 1))
+            scores = jnp.concatenate([scores, of_sinks.astype(scores.dtype)], axis=-1)
         weights = jax.nn.softmax(scores, axis=-1)[..., : k.shape[1]].astype(v.dtype)
         return jnp.einsum("bntl,blnh->btnh", weights, v, **float32).astype(q.dtype)
     # JAX mixes bfloat16 and float32 here, which a caller's strict promotion would reject
@@ -299,13 +299,13 @@ class Attention(nnx.Module):
         elif has_norms and kind.norm_offset:
             key = 1.0
         of_rows, of_norm = (1.0, key) if has_norms else (key, 1.0)
-        parts = (
+        tensors = (
             Part("q_proj", (q_size,), _row_order(config, kind, heads), of_rows),
             Part("k_proj", (kv_size,), _row_order(config, kind, kv_heads), 1 / of_rows),
             Part("v_proj", (kv_size,), factor=1 / value),
         )
         options: dict[str, Any] = {"fused": "qkv_proj", "bias": kind.qkv_bias, "split": "out"}
-        self.qkv = kind.linear(in_size or size, at, *parts, **options)
+        self.qkv = kind.linear(in_size or size, at, *tensors, **options)
         options = {"bias": kind.output_bias, "split": "in", "in_factor": value}
         self.output = kind.linear(q_size, at, Part("o_proj", (size,)), **options)
         sizes, split = ((dim, dim), None) if of_head else ((q_size, kv_size), "out")
@@ -386,8 +386,8 @@ class MLP(nnx.Module):
     def __init__(self, config: TransformerConfig, kind: LayerKind, at: str) -> None:
         self.kind, size, inner, at = kind, config.hidden_size, config.intermediate_size, f"{at}mlp."
         linear = partial(kind.linear, bias=kind.mlp_bias)
-        parts = (Part(name, (inner,)) for name in ("gate_proj", "up_proj"))
-        self.gate_up = linear(size, at, *parts, fused="gate_up_proj", split="out")
+        tensors = (Part(name, (inner,)) for name in ("gate_proj", "up_proj"))
+        self.gate_up = linear(size, at, *tensors, fused="gate_up_proj", split="out")
         self.down = linear(inner, at, Part("down_proj", (size,)), split="in")
 
     def __call__(self, x: Array) -> Array:

@@ -18,7 +18,7 @@ def _olmo3(config: Fields) -> dict[str, Any]:
     def slides(i: int) -> bool:
         return (i + 1) % 4 > 0
 
-    ropes = (Rope(head_dim, theta) if one else None for one in sliding_layers(config, slides))
+    ropes = (Rope(head_dim, theta) if local else None for local in sliding_layers(config, slides))
     windows = layer_windows(config, slides)
     return attention_biases(config) | windows | {"layer_ropes": tuple(ropes)}
 

@@ -28,8 +28,8 @@ def driver_version() -> str:
     """Version of the NVIDIA driver, or an empty text if Linux reports none."""
     with suppress(OSError):
         text = Path("/proc/driver/nvidia/version").read_text()
-        if found := re.search(r"Module.*?\s(\d+\.\d+[\d.]*)\s", text):
-            return found[1]
+        if version := re.search(r"Module.*?\s(\d+\.\d+[\d.]*)\s", text):
+            return version[1]
     return ""
 
 
@@ -53,15 +53,15 @@ def unused_gpu() -> str | None:
     plugins = (cuda for cuda in DRIVERS if package_version(f"jax-cuda{cuda}-plugin"))
     installed, command = next(plugins, 0), f"pip install -e '.[cuda{newest}]'"
     if not newest or installed > newest:
-        wanted = installed or 12
-        remedy = f"CUDA {wanted} in JAX needs driver {DRIVERS[wanted]} or newer; update the driver"
+        cuda = installed or 12
+        remedy = f"CUDA {cuda} in JAX needs driver {DRIVERS[cuda]} or newer; update the driver"
         if newest:
             remedy += f", or run: pip uninstall -y jax-cuda{installed}-plugin && {command}"
     elif not installed:
         remedy = f"JAX has no CUDA plugin; run: {command}"
     else:
-        shown = os.environ.get("CUDA_VISIBLE_DEVICES")
-        remedy = f"JAX cannot use it (CUDA_VISIBLE_DEVICES={shown!r}); for the reason run: "
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        remedy = f"JAX cannot use it (CUDA_VISIBLE_DEVICES={visible!r}); for the reason run: "
         remedy += "JAX_PLATFORMS=cuda python -c 'import jax; jax.devices()'"
     return f"an NVIDIA GPU (driver {driver or 'unknown'}) is present, but {remedy}"
 

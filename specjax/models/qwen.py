@@ -7,9 +7,9 @@ from specjax.models.family import Family, attention_biases, layer_windows
 
 
 def _window(config: Fields) -> dict[str, Any]:
-    first = config.get("max_window_layers", Size, 28)
+    begin = config.get("max_window_layers", Size, 28)
     is_on = config.get("use_sliding_window", Flag, False)
-    return layer_windows(config, lambda i: i >= first) if is_on else {}
+    return layer_windows(config, lambda i: i >= begin) if is_on else {}
 
 
 def _qwen2(config: Fields) -> dict[str, Any]:

@@ -51,23 +51,23 @@ def _scaled(inverse: np.ndarray, theta: float, scaling: RopeScaling) -> np.ndarr
         smooth = (original * inverse / (2 * np.pi) - scaling.low_freq_factor) / (
             scaling.high_freq_factor - scaling.low_freq_factor
         )
-        kept = np.clip(smooth, 0.0, 1.0)
-        return (1 - kept) * inverse / factor + kept * inverse
+        share = np.clip(smooth, 0.0, 1.0)
+        return (1 - share) * inverse / factor + share * inverse
     if kind == "yarn":
         last = 2 * len(inverse) - 1
 
         def dimension(rotations: float) -> float:
             """The dimension that rotates this often over the original context."""
-            whole = math.log(original / (rotations * 2 * math.pi))
-            return float(len(inverse) * whole / math.log(theta))
+            log_period = math.log(original / (rotations * 2 * math.pi))
+            return float(len(inverse) * log_period / math.log(theta))
 
         low, high = dimension(scaling.beta_fast), dimension(scaling.beta_slow)
         if scaling.truncate:
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, last)
         ramp = (np.arange(len(inverse)) - low) / (high - low or 0.001)
-        kept = 1.0 - np.clip(ramp, 0.0, 1.0)
-        return (1 - kept) * inverse / factor + kept * inverse
+        share = 1.0 - np.clip(ramp, 0.0, 1.0)
+        return (1 - share) * inverse / factor + share * inverse
     if kind == "longrope":
         return inverse / np.asarray(scaling.long_factor)
     return inverse  # "dynamic" changes the base, see Rope.within
@@ -95,11 +95,11 @@ def rotated_rows(heads: int, head_dim: int, rotary_dim: int, *, interleaved: boo
     The files of some families rotate neighbouring rows (``interleaved``), others row i with row
     i + R / 2.
     """
-    own, half = np.arange(rotary_dim), rotary_dim // 2
-    first, second = (own[::2], own[1::2]) if interleaved else (own[:half], own[half:])
-    rest = np.arange(rotary_dim, head_dim)
-    middle = len(rest) // 2
-    order = np.concatenate([first, rest[:middle], second, rest[middle:]])
+    rotary, half = np.arange(rotary_dim), rotary_dim // 2
+    firsts, seconds = (rotary[::2], rotary[1::2]) if interleaved else (rotary[:half], rotary[half:])
+    unrotated = np.arange(rotary_dim, head_dim)
+    middle = len(unrotated) // 2
+    order = np.concatenate([firsts, unrotated[:middle], seconds, unrotated[middle:]])
     return (np.arange(heads)[:, None] * head_dim + order).reshape(-1)
 
 

@@ -37,8 +37,8 @@ class QuantArray:
     @property
     def layout(self) -> "QuantLayout":
         """How its inputs are cut."""
-        parts, _, size = self.values.shape
-        return QuantLayout(parts, self.scale.shape[-1], size)
+        num_parts, _, size = self.values.shape
+        return QuantLayout(num_parts, self.scale.shape[-1], size)
 
     def __getitem__(self, index: Array | slice) -> "QuantArray":
         """Select outputs."""
@@ -61,10 +61,10 @@ class QuantLayout:
     def of(cls, format: Quantization, in_size: int, out_size: int) -> "QuantLayout":
         if format.group is None:  # XLA splits the product itself
             return cls(1, 1, in_size)
-        groups, parts = -(-in_size // format.group), 8
-        while parts > 1 and (parts * out_size > MAX_SPLIT_COLUMNS or groups % parts):
-            parts //= 2
-        return cls(parts, groups // parts, groups // parts * format.group)
+        groups, num_parts = -(-in_size // format.group), 8
+        while num_parts > 1 and (num_parts * out_size > MAX_SPLIT_COLUMNS or groups % num_parts):
+            num_parts //= 2
+        return cls(num_parts, groups // num_parts, groups // num_parts * format.group)
 
     def cut(self, matrix: Any) -> Any:
         """Values ``[out, in]``, or scales ``[out, groups]``, as a QuantArray has them."""
@@ -121,7 +121,7 @@ def _quantised_sums(x: Array, kernel: QuantArray, out_dtype: jnp.dtype) -> Array
 
     Their total has the precision of ``out_dtype``.
     """
-    values, format, (parts, _, size) = kernel.values, kernel.format, kernel.values.shape
+    values, format, (num_parts, _, size) = kernel.values, kernel.format, kernel.values.shape
     num_rows = x.size // x.shape[-1]
     # in float32, sums of many rows would take twice the memory, and a tenth of a prefill
     wide = jnp.float32 if num_rows <= MAX_FUSED_ROWS else out_dtype
@@ -147,32 +147,32 @@ def _quantised_sums(x: Array, kernel: QuantArray, out_dtype: jnp.dtype) -> Array
             sums = plain_dot(*operands, jnp.float32, is_transposed=True)
         return (sums.astype(jnp.float32) * row_scale * factor)[None]
     rows = x.reshape(-1, x.shape[-1])
-    if missing := parts * size - rows.shape[1]:
+    if missing := num_parts * size - rows.shape[1]:
         rows = jnp.pad(rows, ((0, 0), (0, missing)))
     shape, count = values.shape, kernel.scale.shape[-1]
     scale = kernel.scale.astype(x.dtype)[..., None]
     scale = jnp.broadcast_to(scale, (*shape[:2], count, size // count))
     matrix = values.astype(x.dtype) * scale.reshape(shape)
     if num_rows > MAX_FUSED_ROWS:
-        whole = matrix.swapaxes(0, 1).reshape(shape[1], -1)
-        sums = plain_dot(rows, whole, wide, is_transposed=True)[None]
+        joined = matrix.swapaxes(0, 1).reshape(shape[1], -1)
+        sums = plain_dot(rows, joined, wide, is_transposed=True)[None]
     else:
-        sums = _batched(rows.reshape(-1, parts, size).swapaxes(0, 1), matrix)
+        sums = _batched(rows.reshape(-1, num_parts, size).swapaxes(0, 1), matrix)
     if kernel.offset is not None:
-        grouped = rows.astype(jnp.float32).reshape(-1, parts, count, size // count).sum(axis=-1)
-        more = _batched(grouped.swapaxes(0, 1), kernel.offset)
-        more = more if len(sums) == parts else more.sum(axis=0, keepdims=True)
-        sums = sums.astype(jnp.float32) + more
+        grouped = rows.astype(jnp.float32).reshape(-1, num_parts, count, size // count).sum(axis=-1)
+        of_offsets = _batched(grouped.swapaxes(0, 1), kernel.offset)
+        of_offsets = of_offsets if len(sums) == num_parts else of_offsets.sum(axis=0, keepdims=True)
+        sums = sums.astype(jnp.float32) + of_offsets
     return sums.reshape(len(sums), *x.shape[:-1], -1)
 
 
-def _batched(left: Array, right: Array) -> Array:
-    """Float32 products of ``left [P, R, J]`` and ``right [P, out, J]``."""
+def _batched(lhs: Array, rhs: Array) -> Array:
+    """Float32 products of ``lhs [P, R, J]`` and ``rhs [P, out, J]``."""
     return jax.lax.dot_general(
-        left,
-        right,
+        lhs,
+        rhs,
         (((2,), (2,)), ((0,), (0,))),
-        precision=precision_for(left.dtype),
+        precision=precision_for(lhs.dtype),
         preferred_element_type=jnp.float32,
     )
 
@@ -194,8 +194,8 @@ def round_rows(x: Array, dtype: jnp.dtype) -> tuple[Array, Array]:
     # Rounded here, because on a GPU, XLA removes a pair of casts, to e4m3 and to a wider dtype.
     # Values below 2^-6 are multiples of 2^-9, others have 3 bits after the leading one.
     small = jnp.round(values * 2**9) / 2**9
-    others = jax.lax.reduce_precision(values, exponent_bits=8, mantissa_bits=3)
-    return jnp.where(jnp.abs(values) < 2**-6, small, others).astype(dtype), scale
+    large = jax.lax.reduce_precision(values, exponent_bits=8, mantissa_bits=3)
+    return jnp.where(jnp.abs(values) < 2**-6, small, large).astype(dtype), scale
 
 
 def partial_dot(x: Array, kernel: Kernel, implementation: str | None = None) -> Array:
