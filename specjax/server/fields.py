@@ -127,7 +127,7 @@ SAMPLING = frozenset((*NAMES, *NAMES.values(), "response_format", "structured_ou
 ELSEWHERE = SAMPLING | frozenset(
     "prompt messages text input_ids sampling_params echo logprobs top_logprobs return_logprob "
     "top_logprobs_num logprob_start_len max_completion_tokens enable_thinking "
-    "reasoning_effort".split()
+    "reasoning_effort chat_template_kwargs".split()
 )
 
 
@@ -329,7 +329,8 @@ def client_names(
     except ValueError as error:
         # cut the message first: search time grows with the square of the number of open quotes
         message, param, code = str(error)[: MAX_MESSAGE + 1], None, None
-        names = {} if prompt is None else {prompt: prompt} | CLIENT_NAMES | renames | {**sources}
+        names = {} if prompt is None else {prompt: prompt} | CLIENT_NAMES | renames
+        names |= {name: renames.get(field, field) for name, field in sources.items()}
         message = _WORD.sub(lambda word: names.get(word[0], word[0]), message)
         if isinstance(error, ParameterError):
             param, code = names.get(error.param or ""), error.code

@@ -5,14 +5,24 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from specjax.checks import short
+import msgspec
+
+from specjax.checks import CONTEXT_EXCEEDED, short
 from specjax.scheduling.loop import Call
 from specjax.scheduling.request import new_id
 from specjax.server.answers import Result
 from specjax.server.blocks import Block, BlocksAnswer, event_bytes
 from specjax.server.conversation import Conversation, effort_variables, merge_system
 from specjax.server.exchange import dump
-from specjax.server.fields import NAMES, ApiError, Body, bad_value, client_names, finish_fields, get
+from specjax.server.fields import (
+    SAMPLING,
+    ApiError,
+    Body,
+    bad_value,
+    client_names,
+    finish_fields,
+    get,
+)
 from specjax.server.service import Service
 
 # a block of agents that differs in every request, so that no prefix would be found in the cache
@@ -20,6 +30,13 @@ BILLING = "x-anthropic-billing-header:"
 SIGNATURE = "unsigned"  # clients keep no block of thinking without a signature
 _IGNORED = ("mcp_servers", "container", "context_management", "betas", "inference_geo")
 _CHOICES = {"auto": "auto", "any": "required", "none": "none", None: "auto"}
+# field of a function in chat completions -> a tool's, in the order that templates show
+_FUNCTION = {
+    "name": "name",
+    "description": "description",
+    "parameters": "input_schema",
+    "strict": "strict",
+}
 _STOPS = {"call": "tool_use", "length": "max_tokens", "abort": "pause_turn"}
 _KINDS = {
     400: "invalid_request_error",
@@ -37,7 +54,8 @@ def read_message(service: Service, body: Body) -> tuple[Call, "MessageAnswer"]:
     model = service.check_model(body)
     thinking, tags = body.take("thinking"), service.engine.reasoning
     conversation = take_conversation(service, body, thinking)
-    if tags is not None and get(thinking, "type") == "enabled":
+    has_budget = tags is not None and service.engine.has_grammars
+    if has_budget and get(thinking, "type") == "enabled":
         body.put("thinking_token_budget", thinking.get("budget_tokens"))
     for name in _IGNORED:
         body.take(name)
@@ -45,7 +63,12 @@ def read_message(service: Service, body: Body) -> tuple[Call, "MessageAnswer"]:
         raise ApiError(400, "n is not supported: a message has one answer", param="n")
     body.put("stop", body.take("stop_sequences"))
     is_stream, request_id = body.flag("stream"), f"msg_{new_id()}"
-    with client_names("messages", body.sources, stop="stop_sequences"):
+    names = {
+        "stop": "stop_sequences",
+        "response_format": "output_config.format",
+        "thinking_token_budget": "thinking.budget_tokens",
+    }
+    with client_names("messages", body.sources, **names):
         call, new_parts = conversation.make_call(
             body, request_id, is_stream=is_stream, is_separate=True
         )
@@ -62,7 +85,7 @@ def count_tokens(service: Service, body: Body) -> bytes:
     """Count the tokens of a prompt."""
     service.check_model(body)
     conversation = take_conversation(service, body, body.take("thinking"))
-    for name in (*_IGNORED, *NAMES, "stop_sequences", "stream"):
+    for name in (*_IGNORED, *SAMPLING, "stop_sequences", "stream"):
         body.take(name)
     finish_fields(body, service.ignored_fields)
     with client_names("messages"):
@@ -96,19 +119,20 @@ def take_conversation(service: Service, body: Body, thinking: Any) -> Conversati
     if system := _system(body.take("system")):
         messages.insert(0, {"role": "system", "content": system})
     last = messages[-1]
-    is_continued = last["role"] == "assistant" and "tool_calls" not in last
+    is_text = "tool_calls" not in last and bool(last["content"].strip())
+    is_continued = last["role"] == "assistant" and is_text
     variables |= {"add_generation_prompt": not is_continued, "continue_final_message": is_continued}
     return Conversation(
         service,
         merge_system(messages),
         variables,
-        tools=_read_tools(service, body.take("tools", [])),
+        tools=read_tools(service, body.take("tools", [])),
         choice=named,
         is_parallel=choice.get("disable_parallel_tool_use") is not True,
     )
 
 
-def _read_tools(service: Service, tools: Any) -> Any:
+def read_tools(service: Service, tools: Any) -> Any:
     """Bring tools into the form of chat completions; those that a server runs are left out."""
     if not isinstance(tools, list):
         return tools
@@ -118,9 +142,8 @@ def _read_tools(service: Service, tools: Any) -> Any:
         if kind != "custom":
             service.ignored_fields.add(f"tools.{kind}")
             continue
-        function = {"name": get(tool, "name"), "parameters": get(tool, "input_schema")}
-        keys = ("description", "strict")
-        function |= {key: tool[key] for key in keys if get(tool, key) is not None}
+        items = ((ours, get(tool, theirs)) for ours, theirs in _FUNCTION.items())
+        function = {name: value for name, value in items if value is not None}
         functions.append({"type": "function", "function": function})
     return functions
 
@@ -214,7 +237,7 @@ class MessageAnswer(BlocksAnswer):
     """A message with blocks of content, and its events."""
 
     def response(self, meta: Result, num_reasoning: int) -> Result:
-        content = [_content(block) for block in self.blocks]
+        content = [content_of(block) for block in self.blocks]
         return self._message(content, usage=_usage(meta), **self._stop(meta))
 
     def begin(self) -> Iterator[Result]:
@@ -222,7 +245,7 @@ class MessageAnswer(BlocksAnswer):
         yield {"type": "message_start", "message": self._message([], usage=usage)}
 
     def begin_block(self, block: Block) -> Iterator[Result]:
-        content = _content(block)
+        content = content_of(block)
         if block.kind == "reasoning":  # its signature is the last delta
             content["signature"] = ""
         yield {"type": "content_block_start", "index": block.index, "content_block": content}
@@ -267,7 +290,7 @@ class MessageAnswer(BlocksAnswer):
         return {"stop_reason": reason, "stop_sequence": stop_sequence}
 
 
-def _content(block: Block) -> Result:
+def content_of(block: Block) -> Result:
     match block.kind:
         case "reasoning":
             return {"type": "thinking", "thinking": block.text, "signature": SIGNATURE}
@@ -275,8 +298,8 @@ def _content(block: Block) -> Result:
             return {"type": "text", "text": block.text}
     assert block.call is not None
     try:
-        value = json.loads(block.text or "{}")
-    except ValueError:  # cut by max_tokens
+        value = msgspec.json.decode(block.text or "{}")
+    except (RecursionError, ValueError):  # cut by max_tokens, or nothing that clients can read
         value = {}
     return {"type": "tool_use", "id": block.call.id, "name": block.call.name, "input": value}
 
@@ -298,7 +321,10 @@ def _usage(meta: Result) -> Result:
 
 def _error(error: ApiError) -> Result:
     kind = _KINDS.get(error.status, "api_error" if error.status >= 500 else _KINDS[400])
-    return {"type": "error", "error": {"type": kind, "message": error.message}}
+    message = error.message
+    if error.code == CONTEXT_EXCEEDED:  # clients recognise these words, then shorten the prompt
+        message = f"prompt is too long: {message}"
+    return {"type": "error", "error": {"type": kind, "message": message}}
 
 
 def error_json(error: ApiError) -> bytes:

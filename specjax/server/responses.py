@@ -68,7 +68,8 @@ def read_response(service: Service, body: Body) -> tuple[Call, "ResponseAnswer"]
     body.put("max_tokens", limit)
     body.put("response_format", _response_format(get(fields["text"], "format")))
     is_stream, request_id = body.flag("stream"), f"resp_{new_id()}"
-    with client_names("input", body.sources, max_new_tokens="max_output_tokens"):
+    names = {"max_new_tokens": "max_output_tokens", "response_format": "text.format"}
+    with client_names("input", body.sources, **names):
         call, new_parts = conversation.make_call(
             body, request_id, is_stream=is_stream, is_separate=True
         )
@@ -125,21 +126,25 @@ def read_choice(choice: Any) -> Any:
 
 
 def _response_format(text_format: Any) -> Any:
-    if get(text_format, "type") == "json_schema":
-        return {"type": "json_schema", "json_schema": {"schema": text_format.get("schema")}}
-    return text_format
+    kind, schema = (get(text_format, key) for key in ("type", "schema"))
+    if kind == "json_schema" and schema is not None:
+        return {"type": kind, "json_schema": {"schema": schema}}
+    if text_format is None or kind in ("text", "json_object"):
+        return text_format
+    demand = "must have the type text, json_object, or json_schema with a schema"
+    raise bad_value("text.format", text_format, demand)
 
 
 def read_input(items: Any, instructions: Any = None) -> list[dict[str, Any]]:
     """Turn the items of a history into messages in the form of chat completions.
 
-    Reasoning and calls become parts of one message of the assistant.
+    Adjacent items of the assistant become one message.
     """
     if not isinstance(instructions, str | None):
         raise bad_value("instructions", instructions, "must be a string")
     messages = [{"role": "system", "content": instructions}] if instructions else []
-    if isinstance(items, str):
-        return [*messages, {"role": "user", "content": items}]
+    if isinstance(items, str) or items == []:  # clients probe with an empty list
+        return [*messages, {"role": "user", "content": items or ""}]
     if not isinstance(items, list):
         raise bad_value("input", items, "must be a string or a list of items")
     turn: dict[str, Any] | None = None  # the assistant's message that further items belong to
@@ -155,7 +160,8 @@ def read_input(items: Any, instructions: Any = None) -> list[dict[str, Any]]:
         where, kind = f"input[{i}]", get(item, "type") or "message"
         if kind == "reasoning":
             if text := _reasoning(item):
-                assistant()["reasoning_content"] = text
+                message = assistant()
+                message["reasoning_content"] = message.get("reasoning_content", "") + text
         elif kind == "function_call":
             function = {"name": item.get("name"), "arguments": item.get("arguments")}
             if not all(isinstance(value, str) for value in function.values()):
@@ -170,7 +176,7 @@ def read_input(items: Any, instructions: Any = None) -> list[dict[str, Any]]:
         elif kind == "message":
             message = make_message(where, {"role": get(item, "role")})
             message["content"] = _text(where, get(item, "content"))
-            if message["role"] == "assistant" and turn is not None and "tool_calls" not in turn:
+            if message["role"] == "assistant" and turn is not None:
                 turn["content"] += message["content"]
                 continue
             messages.append(message)
@@ -178,7 +184,7 @@ def read_input(items: Any, instructions: Any = None) -> list[dict[str, Any]]:
         else:
             demand = f"is not supported in {where}; send messages, function calls and reasoning"
             raise bad_value("input.type", kind, demand, code="unsupported_field")
-    return messages or [{"role": "user", "content": ""}]  # clients probe with an empty input
+    return messages or [{"role": "user", "content": ""}]
 
 
 def _text(where: str, content: Any) -> str:

@@ -9,11 +9,14 @@ import pytest
 from specjax import Engine
 from specjax.scheduling.request import new_id
 from specjax.server import make_app
-from specjax.server.responses import ResponseAnswer
+from specjax.server.blocks import Block
+from specjax.server.fields import ApiError
+from specjax.server.messages import content_of, error_json, read_tools
+from specjax.server.responses import ResponseAnswer, read_input
 from specjax.testing import Client, Files, running
 from specjax.testing.files import EOS_ID, letter_tokenizer, write_tokenizer
 from specjax.text.parts import TextParts, Tools
-from specjax.text.tool_formats import HERMES
+from specjax.text.tool_formats import HERMES, ToolCall
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
 COUNT = f"{MESSAGES}/count_tokens"
@@ -364,6 +367,36 @@ def test_blocks_are_in_the_order_of_the_text(step: int) -> None:
     assert body["usage"]["input_tokens_details"] == {"cached_tokens": 4, "cache_write_tokens": 0}
 
 
+def test_adjacent_items_of_the_assistant_are_one_message() -> None:
+    reasoning = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "hm"}]}
+    call = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}
+    said = {"role": "assistant", "content": "L"}
+    (message,) = read_input([reasoning, said, reasoning, call, said])
+    (tool_call,) = message.pop("tool_calls")
+    assert tool_call["function"] == {"name": "f", "arguments": "{}"}
+    assert message == {"role": "assistant", "content": "LL", "reasoning_content": "hmhm"}
+    user = {"role": "user", "content": ""}
+    assert read_input([], "B.") == [{"role": "system", "content": "B."}, user]
+
+
+def test_a_tool_of_messages_has_the_order_of_chat() -> None:
+    tool = {"strict": True, "input_schema": SCHEMA, "name": "f", "description": "x"}
+    (function,) = (made["function"] for made in read_tools(None, [tool]))  # type: ignore[arg-type]
+    assert list(function) == ["name", "description", "parameters", "strict"]
+
+
+@pytest.mark.parametrize("value", ["1e999", "[" * 3000 + "]" * 3000, "9" * 5000, "["])
+def test_arguments_that_no_client_reads_are_left_out(value: str) -> None:
+    block = Block("call", 0, ToolCall("f", "", "1"), f'{{"a": {value}}}')
+    assert content_of(block)["input"] == {}
+
+
+def test_a_long_prompt_has_the_words_that_clients_recognise() -> None:
+    error = ApiError(400, "9 tokens", code="context_length_exceeded")
+    message = json.loads(error_json(error))["error"]["message"]
+    assert message == "prompt is too long: 9 tokens"
+
+
 HELLO = {"input": "hi", "max_output_tokens": 3}
 ASK = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
 
@@ -378,7 +411,9 @@ def test_small_requests(client: Client) -> None:
     counted = client.post(COUNT, {"messages": ASK["messages"]}).json()["input_tokens"]
     assert counted == of_message(message)["tokens"][0]
     billing = {"type": "text", "text": "x-anthropic-billing-header: 1"}
-    assert client.post(COUNT, ASK | {"system": [billing]}).json()["input_tokens"] == counted
+    form = {"format": {"type": "json_schema", "schema": SCHEMA}}
+    extra = {"system": [billing], "output_config": form, "seed": 3}
+    assert client.post(COUNT, ASK | extra).json()["input_tokens"] == counted
     streamed = events(client, RESPONSES, HELLO)
     assert replay_response(streamed)["usage"]["output_tokens"] == 3
     assert replay_message(events(client, MESSAGES, ASK))["stop_reason"] == "max_tokens"
@@ -410,6 +445,8 @@ def test_small_requests(client: Client) -> None:
         ({"max_output_tokens": -1}, "max_output_tokens", ["max_output_tokens=-1"]),
         ({"reasoning": {"effort": "huge"}}, "reasoning", ["huge"]),
         ({"text": "json"}, "text", ["object"]),
+        ({"text": {"format": {"type": "xml"}}}, "text", ["text.format", "json_schema"]),
+        ({"chat_template_kwargs": {"a": 1}}, "chat_template_kwargs", ["other routes"]),
         ({"instructions": 4}, "instructions", ["4"]),
         ({"temprature": 1}, "temprature", ["temperature"]),
     ],
@@ -430,6 +467,7 @@ def test_refused_responses(client: Client, change: Answer, param: str, words: li
             ["image", "messages[0]"],
         ),
         ({"messages": [{"role": "user", "content": 3}]}, ["messages[0].content"]),
+        ({"thinking_token_budget": -1}, ["thinking.budget_tokens=-1"]),
         ({"messages": [{"role": "assistant", "content": [{"type": "tool_use"}]}]}, ["tool_use"]),
         ({"system": 3}, ["system"]),
         ({"max_tokens": -1}, ["max_tokens=-1"]),
