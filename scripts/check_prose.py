@@ -43,7 +43,6 @@ TO_DO = (  # folders and files whose names are not checked yet
     "specjax/disaggregation/rows.py",
     "specjax/engine/build.py",
     "specjax/engine/plan.py",
-    "specjax/runtime/",
 )
 MAX_SUBJECT = 72
 

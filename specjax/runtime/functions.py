@@ -58,8 +58,8 @@ def compiler_options(
         return SCALED_GROUPS if rows <= MAX_FUSED_ROWS else SCALED_GROUPS | WITHOUT_TRITON
     if rows <= MAX_SPLIT_ROWS or converts_in_products(rows, formats):
         return {}
-    others = WITHOUT_TRITON if rows >= LEAST_ROWS_WITHOUT_TRITON else {}
-    return {"xla_gpu_experimental_force_split_k": "1", **others}
+    options = WITHOUT_TRITON if rows >= LEAST_ROWS_WITHOUT_TRITON else {}
+    return {"xla_gpu_experimental_force_split_k": "1", **options}
 
 
 def converts_in_products(rows: int, formats: Sequence[Quantization | None]) -> bool:
@@ -124,10 +124,10 @@ class RoundFunctions:
         )
 
         def flat(target: Weights, draft: Weights, state: DeviceState, *inputs: Any) -> Any:
-            by_slot, *others = inputs
+            by_slot, *arguments = inputs
             models = nets.target.rebuild(target), nets.draft.rebuild(draft)
             resident = spec_round.Resident(*models, by_slot)
-            return function(resident, state, *others, config=config, **options)
+            return function(resident, state, *arguments, config=config, **options)
 
         flat.__name__ = f"specjax_{function.__name__}"
         return jax.jit(flat, donate_argnums=donated)
@@ -140,15 +140,15 @@ class RoundFunctions:
         verified rows. Prefill follows, then the other rounds, and prefill with log-probabilities.
         """
         config = self._config
-        rounds = [found for shape in reversed(config.shapes) for found in self._rounds(shape)]
-        first = dict(reversed(rounds))  # the deepest tier for each number of rows
-        yield from first.values()
+        rounds = [entry for shape in reversed(config.shapes) for entry in self._rounds(shape)]
+        deepest = dict(reversed(rounds))  # the deepest tier for each number of rows
+        yield from deepest.values()
         yield from (self._prefill("prefill", width) for width in config.prefill_buckets)
         record = jax.jit(partial(record_cached), donate_argnums=0)
         ints = self._networks.placement.ints
         arguments = (self._common[2].future, ints(), ints(config.context))
         yield ("record_cached",), record, arguments, None
-        yield from (job for rows, job in rounds if job is not first[rows])
+        yield from (job for rows, job in rounds if job is not deepest[rows])
         yield from (self._prefill("prefill_logprobs", width) for width in config.logprob_buckets)
         if config.has_grammars:
             for shape, batch in config.rounds:
@@ -198,8 +198,8 @@ class RoundFunctions:
     def _rounds(self, shape: DraftShape) -> Iterator[tuple[int, Job]]:
         """Jobs for the rounds of a tier, each with its number of verified rows."""
         kinds = self._greedy_kinds
-        functions = [self.bind(spec_round.spec_rounds, shape, greedy=each) for each in kinds]
-        names = [f"{'greedy_' * each}round" for each in kinds]
+        functions = [self.bind(spec_round.spec_rounds, shape, greedy=kind) for kind in kinds]
+        names = [f"{'greedy_' * kind}round" for kind in kinds]
         for batch in [batch for tier, batch in self._config.rounds if tier == shape]:
             rows = batch * shape.verified
             options = self._options(compiler_options(rows, self._formats))

@@ -209,9 +209,9 @@ class ModelRunner:
 
     def replace_weight(self, index: int, weight: jax.Array, *, draft: bool) -> None:
         """Replace weight ``index`` by one of the same shape and dtype; compiles nothing."""
-        both = [list(weights) for weights in self.weights]
-        both[draft][index] = weight
-        self.weights = (tuple(both[0]), tuple(both[1]))
+        models = [list(weights) for weights in self.weights]
+        models[draft][index] = weight
+        self.weights = (tuple(models[0]), tuple(models[1]))
 
     def check(
         self,
@@ -241,9 +241,9 @@ class ModelRunner:
             future = self.compiled["record_cached",](self.on_device.future, *arguments)
             self.on_device = replace(self.on_device, future=future)
 
-    def set_pages(self, slot: int, pages: Sequence[int], first: int = 0, pool: int = 0) -> None:
-        """Write a slot's page table of a pool from entry ``first`` on; later entries become 0."""
-        self.tables.set_pages(slot, pages, first, pool)
+    def set_pages(self, slot: int, pages: Sequence[int], start: int = 0, pool: int = 0) -> None:
+        """Write a slot's page table of a pool from entry ``start`` on; later entries become 0."""
+        self.tables.set_pages(slot, pages, start, pool)
 
     def set_measured_pages(self, slot: int, num_pages: int) -> None:
         """Give a slot pages for a measurement; slots may then have the same window pages."""

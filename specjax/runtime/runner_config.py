@@ -126,8 +126,8 @@ class RunnerConfig:
     @property
     def max_window_tokens(self) -> int | None:
         """The same for the pools of layers with windows, if there are any."""
-        others = self.num_kv[1:]
-        return sum(others) - len(others) * self.page_size if others else None
+        windowed = self.num_kv[1:]
+        return sum(windowed) - len(windowed) * self.page_size if windowed else None
 
     @property
     def num_kv(self) -> tuple[int, ...]:
@@ -178,13 +178,13 @@ def memory_needs(networks: Networks, config: RunnerConfig, transit_tokens: int =
 
     ``config.num_pages`` is ignored.
     """
-    one, two = (_state_bytes(networks, config, num_kv) for num_kv in (1, 2))
-    token_bytes = two - one
+    single, double = (_state_bytes(networks, config, num_kv) for num_kv in (1, 2))
+    token_bytes = double - single
     window_bytes = tree_bytes(pool_shapes(networks.target.caches, (0, *config.num_kv[1:])))
     num_features = len(config.algorithm.feature_layers(networks))
     # the draft may be wider than the target
     temporary = max(temporary_bytes(model, config, num_features) for model in networks.configs)
-    fixed = networks.weight_bytes + one - token_bytes - window_bytes
+    fixed = networks.weight_bytes + single - token_bytes - window_bytes
     temporary += transit_tokens * token_bytes
     return MemoryNeeds(fixed, token_bytes, temporary, window_bytes)
 
@@ -289,9 +289,9 @@ def _deterministic_bytes(model: TransformerConfig, config: RunnerConfig) -> int:
         for shape, batch in config.rounds
         if batch * model.num_kv_heads < ENOUGH_PROGRAMS
     )
-    kept = max(rows, default=0)
+    most_rows = max(rows, default=0)
     blocks = config.context // BLOCK + 1
-    return 4 * (config.prefill_buckets[-1] * sums + kept * blocks * (model.head_dim + 2))
+    return 4 * (config.prefill_buckets[-1] * sums + most_rows * blocks * (model.head_dim + 2))
 
 
 def _activations(model: TransformerConfig, rows: int, num_features: int) -> int:
@@ -328,7 +328,7 @@ def _prefill_bytes(
     copies = max(PREFILL_LOGITS, (DRAFT_LOGITS if config.on_gpu else ROUND_LOGITS_CPU) * drafted)
     logits = chunks * (copies * model.vocab_size * 4 + HISTORY_BYTES * config.context)
     dtypes = model.dtypes
-    kept = width * (1 + num_features) * model.hidden_size * dtypes.activations.itemsize
+    features = width * (1 + num_features) * model.hidden_size * dtypes.activations.itemsize
     if width in config.logprob_buckets:  # every row has logits
         logits += (1 if config.on_gpu else 2) * width * model.vocab_size * 4
     activations = _activations(model, max(width, chunks * drafted), num_features)
@@ -336,7 +336,7 @@ def _prefill_bytes(
     if rounds or width > MAX_FUSED_ROWS or not config.on_gpu:
         mlp, head = _converted_bytes(model)
         activations, logits = activations + mlp, logits + head
-    return max(activations, kept + logits)
+    return max(activations, features + logits)
 
 
 def _converted_bytes(model: TransformerConfig) -> tuple[int, int]:
@@ -393,20 +393,20 @@ def smallest_bucket(*, on_gpu: bool, drafts: bool, weight_bytes: int) -> int:
 
 
 def batch_buckets(
-    given: Sequence[int] | None, max_running_requests: int, smallest: int = 1
+    sizes: Sequence[int] | None, max_running_requests: int, smallest: int = 1
 ) -> tuple[int, ...]:
     """Return the batch sizes for which rounds are compiled, in ascending order.
 
-    Without ``given``: the powers of two from ``smallest`` up, and ``max_running_requests``.
+    Without ``sizes``: the powers of two from ``smallest`` up, and ``max_running_requests``.
     """
-    if given is None:
+    if sizes is None:
         doubled = (smallest << i for i in count())
         fewer = takewhile(lambda size: size < max_running_requests, doubled)
         return (*fewer, max(smallest, max_running_requests))
-    ordered = tuple(sorted(set(given)))
+    ordered = tuple(sorted(set(sizes)))
     if not ordered or ordered[0] < 1 or ordered[-1] < max_running_requests:
         raise ValueError(
-            f"batch_buckets={tuple(given)} must be at least 1, and the largest at least "
+            f"batch_buckets={tuple(sizes)} must be at least 1, and the largest at least "
             f"max_running_requests={max_running_requests}"
         )
     return ordered

@@ -28,19 +28,19 @@ def round_seconds(runner: ModelRunner, contexts: Contexts) -> Times:
     """Return seconds per round, which are measured if they are not cached."""
     cache, config = runner.compiled.cache, runner.config
     keys = {(tier, batch): f"tier {tier}, batch {batch}" for tier, batch in config.rounds}
-    kept = None if cache is None else cache.load_json(ROUND_SECONDS)
-    if kept is not None:
+    cached = None if cache is None else cache.load_json(ROUND_SECONDS)
+    if cached is not None:
         try:
             return {
-                pair: [check_number(k, x, above=0) for x in kept.get(k) or [None]]
+                pair: [check_number(k, x, above=0) for x in cached.get(k) or [None]]
                 for pair, k in keys.items()
             }
         except (ValueError, TypeError) as error:
             logger.warning("measuring round times again: cached ones are invalid: %s", error)
     seconds = measure_round_seconds(runner, contexts)
     for pair, key in keys.items():
-        shown = " and ".join(f"{1e3 * value:.2f}" for value in seconds[pair])
-        logger.info("round of %s: %s ms with %d and %d tokens", key, shown, *contexts)
+        figures = " and ".join(f"{1e3 * value:.2f}" for value in seconds[pair])
+        logger.info("round of %s: %s ms with %d and %d tokens", key, figures, *contexts)
     if cache is not None:
         cache.store_json(ROUND_SECONDS, {key: seconds[pair] for pair, key in keys.items()})
     return seconds
@@ -87,11 +87,11 @@ def measure_round_seconds(runner: ModelRunner, contexts: Contexts) -> Times:
     for slot in range(1, config.num_slots):
         runner.clear_slot(slot)
     jax.block_until_ready(runner.on_device)
-    found = {one: float(np.median(times[one])) / config.rounds_per_dispatch for one in points}
-    added = {tier: found[(tier, most), long] - found[(tier, most), short] for tier in config.shapes}
+    costs = {at: float(np.median(times[at])) / config.rounds_per_dispatch for at in points}
+    added = {tier: costs[(tier, most), long] - costs[(tier, most), short] for tier in config.shapes}
     return {
         (tier, batch): [value, value + max(0.0, added[tier]) * batch / most]
-        for ((tier, batch), context), value in found.items()
+        for ((tier, batch), context), value in costs.items()
         if context == short
     }
 
