@@ -41,8 +41,6 @@ TO_DO = (  # folders and files whose names are not checked yet
     "kernels/",
     "specjax/checkpoints/gguf.py",
     "specjax/disaggregation/rows.py",
-    "specjax/engine/build.py",
-    "specjax/engine/plan.py",
 )
 MAX_SUBJECT = 72
 

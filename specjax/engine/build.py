@@ -74,12 +74,12 @@ def build_engine(
 
 def make_controller(args: EngineArgs, runner: ModelRunner) -> TierController | None:
     """Make the controller of a compiled and loaded runner; ``None`` if tiers do not adapt."""
-    config, first = args.adaptive, args.shape.steps
+    config, steps = args.adaptive, args.shape.steps
     if config is None or not runner.config.batch_buckets:
         return None
     policy: AdaptiveSpecPolicy
     if config.policy == "ema":
-        policy = AdaptiveSpeculativeParams(first, config, runner.config.shapes)
+        policy = AdaptiveSpeculativeParams(steps, config, runner.config.shapes)
     else:
-        policy = BudgetPolicy(round_seconds(runner, CONTEXTS), first, config)
+        policy = BudgetPolicy(round_seconds(runner, CONTEXTS), steps, config)
     return TierController(policy)

@@ -57,9 +57,9 @@ class EnginePlan:
         nets = self.networks
         kinds = [registry.layer_kinds(model) for model in nets.models]
         models = nets.target_config, nets.draft_config, kinds
-        own = self.config.algorithm.cache_facts()
+        facts = self.config.algorithm.cache_facts()
         device = f"{nets.placement.device.device_kind} {nets.placement.device.id}"
-        return (*models, self.config, device, *own)
+        return (*models, self.config, device, *facts)
 
     def describe(self) -> list[str]:
         """Describe drafts, sizes and memory in lines for the log and the terminal."""
@@ -68,13 +68,13 @@ class EnginePlan:
         if self.args.speculative_algorithm is None:  # with "NONE", the user chose plain decoding
             speculation += "; for drafts set draft to a head, or speculative_algorithm to 'NGRAM'"
         if largest.steps > 0:
-            *others, deepest = (str(shape.steps) for shape in config.shapes if not shape.packed)
-            steps = f"{', '.join(others)} or {deepest}" if others else deepest
-            what = "drafted tokens" if largest.topk == 1 else "steps"
+            *shallower, deepest = (str(shape.steps) for shape in config.shapes if not shape.packed)
+            steps = f"{', '.join(shallower)} or {deepest}" if shallower else deepest
+            unit = "drafted tokens" if largest.topk == 1 else "steps"
             adaptive = self.args.adaptive
             how = "" if adaptive is None else f", adaptive ({adaptive.policy})"
             speculation = (
-                f"{config.algorithm.name}: {steps} {what} per round{how}, topk {largest.topk}, "
+                f"{config.algorithm.name}: {steps} {unit} per round{how}, topk {largest.topk}, "
                 f"{largest.nodes} tokens verified per round"
             )
         kind, windows = self.networks.placement.device.device_kind, ""
