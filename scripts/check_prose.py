@@ -40,7 +40,6 @@ NAMED = ("specjax", "kernels", "scripts")
 TO_DO = (  # folders and files whose names are not checked yet
     "kernels/",
     "specjax/checkpoints/gguf.py",
-    "specjax/disaggregation/rows.py",
 )
 MAX_SUBJECT = 72
 

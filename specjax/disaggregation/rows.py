@@ -57,8 +57,8 @@ def check_facts(here: dict[str, Any], there: Any) -> None:
         if here.get(name) != there.get(name)
     ]
     if differing:
-        found = "; ".join(differing)
-        raise ValueError(f"start both sides with equal models and options; they differ in {found}")
+        listed = "; ".join(differing)
+        raise ValueError(f"start both sides with equal models and options; they differ in {listed}")
 
 
 def _described(name: str, config: Any) -> dict[str, str]:
@@ -77,12 +77,12 @@ def take_rows(
     pools: KVPools, index: jax.Array, *, axes: Sequence[int | None], implementation: str | None
 ) -> KV:
     """Gather KV at the indices i32 ``[W]`` from each array that has an axis of KV indices."""
-    taken = []
+    gathered = []
     for leaf, axis in zip(jax.tree.leaves(pools), axes, strict=True):
         if axis is not None:
             rows = gather_rows(_layered(leaf, axis), index, implementation=implementation)
-            taken.append(rows.reshape(*leaf.shape[:axis], *rows.shape[1:]))
-    return tuple(taken)
+            gathered.append(rows.reshape(*leaf.shape[:axis], *rows.shape[1:]))
+    return tuple(gathered)
 
 
 def put_rows(
@@ -98,11 +98,11 @@ def put_rows(
     Indices must be unique. Values that are not finite become 0 to protect later requests.
     """
     leaves, structure = jax.tree.flatten(state.pools)
-    given = iter(kv)
+    arrays = iter(kv)
     for i, axis in enumerate(axes):
         if axis is not None:
-            leaf, new = leaves[i], _layered(next(given), axis)
-            rows = scatter_rows(_layered(leaf, axis), index, new, implementation=implementation)
+            leaf, values = leaves[i], _layered(next(arrays), axis)
+            rows = scatter_rows(_layered(leaf, axis), index, values, implementation=implementation)
             leaves[i] = rows.reshape(leaf.shape)
     return replace(state, pools=jax.tree.unflatten(structure, leaves))
 
@@ -143,8 +143,8 @@ def begin(
     future = restart(future, slots, seq_lens + 1, table)
     if rows is not None:
         rows = jax.tree.unflatten(jax.tree.structure(future.rows), [*map(finite_or_zero, rows)])
-    given = algorithm.build_disagg_draft_input(rows, bonus_tokens, seq_lens, slots, future)
-    return replace(state, future=stash_handover(future, slots, given))
+    handed_over = algorithm.build_disagg_draft_input(rows, bonus_tokens, seq_lens, slots, future)
+    return replace(state, future=stash_handover(future, slots, handed_over))
 
 
 def fingerprint(weight: jax.Array, number: jax.Array) -> jax.Array:
@@ -164,11 +164,11 @@ def fingerprint(weight: jax.Array, number: jax.Array) -> jax.Array:
 
 def joined(fingerprints: Sequence[jax.Array]) -> str:
     """Combine the fingerprints of all weights into one."""
-    one = two = 0
-    for found in fingerprints:
-        words = np.asarray(found).tolist()
-        one, two = (31 * one + words[0]) % 2**32, (31 * two + words[1]) % 2**32
-    return f"{one:08x}{two:08x}"
+    low = high = 0
+    for fingerprint in fingerprints:
+        words = np.asarray(fingerprint).tolist()
+        low, high = (31 * low + words[0]) % 2**32, (31 * high + words[1]) % 2**32
+    return f"{low:08x}{high:08x}"
 
 
 class KVTransfer:
@@ -200,7 +200,7 @@ class KVTransfer:
             [[size for i, size in enumerate(leaf.shape) if i != axis], str(leaf.dtype)]
             for leaf, axis in zip(self._kv[self.widths[0]], axes, strict=True)
         ]
-        both = {
+        common = {
             **_described("target", nets.target_config),
             **_described("draft", nets.draft_config),
             "algorithm": config.algorithm.name,
@@ -211,7 +211,7 @@ class KVTransfer:
             "kv": kv,
         }
         rows = [[list(row.shape), str(row.dtype)] for row in self._rows]
-        return {"both": both, "rows": rows}
+        return {"both": common, "rows": rows}
 
     @property
     def token_bytes(self) -> int:
@@ -223,8 +223,8 @@ class KVTransfer:
 
         A prompt of several pieces counts one padded piece more, for a chunk that ends within one.
         """
-        pieces, rest = divmod(max(num_tokens, 0), self.widths[-1])
-        padded = pick_bucket(rest, self.widths) if rest else 0
+        pieces, remainder = divmod(max(num_tokens, 0), self.widths[-1])
+        padded = pick_bucket(remainder, self.widths) if remainder else 0
         return ((pieces + (pieces > 0)) * self.widths[-1] + padded) * self.token_bytes
 
     @property
@@ -275,29 +275,29 @@ class KVTransfer:
         check_facts(self.facts["both"], facts.get("both"))
         rows: Any = facts.get("rows")
         try:
-            given = tuple(
+            shapes = tuple(
                 jax.ShapeDtypeStruct([check_integer("width", n, 1) for n in shape], jnp.dtype(kind))
                 for shape, kind in rows
             )
         except (TypeError, ValueError) as error:
             raise ValueError(f"rows={rows!r} must be shapes and dtypes: {error}") from error
-        kinds, own = ([(len(row.shape), row.dtype) for row in r] for r in (given, self._rows))
-        size = sum(math.prod(row.shape) * row.dtype.itemsize for row in given)
-        if kinds != own or size > self.most_bytes:
-            own = self.facts["rows"]
-            raise ValueError(f"rows={rows!r} of the peer differ from those of this side, {own}")
-        if _begin_key(given) not in self._runner.compiled:
-            self._add_begin(given)
+        kinds, ours = ([(len(row.shape), row.dtype) for row in r] for r in (shapes, self._rows))
+        size = sum(math.prod(row.shape) * row.dtype.itemsize for row in shapes)
+        if kinds != ours or size > self.most_bytes:
+            ours = self.facts["rows"]
+            raise ValueError(f"rows={rows!r} of the peer differ from those of this side, {ours}")
+        if _begin_key(shapes) not in self._runner.compiled:
+            self._add_begin(shapes)
             self._runner.compiled.compile(show_progress=False)
 
     def weights(self) -> str:
         """Return a fingerprint of the current weights; other weights almost surely have another."""
         target, draft = self._runner.weights
-        parts = [
+        fingerprints = [
             self._runner.compiled[_fingerprint_key(weight)](weight, self.placed(np.uint32(number)))
             for number, weight in enumerate((*target, *draft))
         ]
-        return joined(parts)
+        return joined(fingerprints)
 
     def _index(self, pages: Sequence[int], start: int, index: np.ndarray, count: int) -> jax.Array:
         """Write KV indices of ``count`` tokens to ``index`` i32 ``[W]``; return it on device."""
@@ -336,10 +336,10 @@ class KVTransfer:
     def check_kv(self, kv: KV, count: int) -> None:
         """Raise ValueError if the arrays are not ``count`` rows of these pools."""
         width = kv[0].shape[self._axis] if kv and len(kv[0].shape) > self._axis else 0
-        wanted = [(leaf.shape, str(leaf.dtype)) for leaf in self._kv.get(width, ())]
-        given = [(tuple(leaf.shape), str(leaf.dtype)) for leaf in kv]
-        if given != wanted or count > width:
-            raise ValueError(f"{count} rows of {given} do not fit pools of {wanted}")
+        expected = [(leaf.shape, str(leaf.dtype)) for leaf in self._kv.get(width, ())]
+        received = [(tuple(leaf.shape), str(leaf.dtype)) for leaf in kv]
+        if received != expected or count > width:
+            raise ValueError(f"{count} rows of {received} do not fit pools of {expected}")
 
     def check_rows(self, rows: tuple[Any, ...] | None) -> None:
         """Raise ValueError if rows do not match the shapes that the peer announced."""
