@@ -39,7 +39,6 @@ MAX_FILLERS = 0.005  # as a fraction of all names that are bound
 NAMED = ("specjax", "kernels", "scripts")
 TO_DO = (  # folders and files whose names are not checked yet
     "kernels/",
-    "specjax/checkpoints/gguf.py",
 )
 MAX_SUBJECT = 72
 

@@ -141,8 +141,8 @@ class GGUFFile:
             raise data.wrong("split.no", f"must be {number}; open the first file of a split model")
         if number:
             return
-        if count > 1 and not self.path.name.endswith(first := ending.format(1, count)):
-            raise data.wrong("split.count", f"needs files in one folder named *{first} and so on")
+        if count > 1 and not self.path.name.endswith(suffix := ending.format(1, count)):
+            raise data.wrong("split.count", f"needs files in one folder named *{suffix} and so on")
         stem = self.path.name.removesuffix(ending.format(1, count))
         for i in range(1, count):
             other = GGUFFile(self.path.with_name(stem + ending.format(i + 1, count)), i)
@@ -184,8 +184,8 @@ class GGUFFile:
 
     def _checked(self, count: int, size: int) -> int:
         """Return ``count`` if the file has ``size`` bytes left for each item."""
-        left = len(self._bytes) - self._at
-        if count * size > left:
+        remaining = len(self._bytes) - self._at
+        if count * size > remaining:
             raise ValueError(f"{count} * {size} bytes at byte {self._at} exceed the file's size")
         return count
 
@@ -209,8 +209,8 @@ def gguf_source(file: GGUFFile, config: ModelConfig) -> TensorSource:
     (arch,) = (arch for arch, name in MODEL_ARCH_NAMES.items() if name == config.model_type)
     map_name = get_tensor_name_map(arch, config.num_layers).get_name
     recipes = recipes_of(CausalLM, config)
-    parts = (part.name for recipe in recipes.values() for part in recipe.parts)
-    named = {map_name(part, (".weight", ".bias")): part for part in parts}
+    names = (tensor.name for recipe in recipes.values() for tensor in recipe.parts)
+    named = {map_name(name, (".weight", ".bias")): name for name in names}
     stored = {named[name]: name for name in file.tensors if name in named}
     if unknown := sorted(file.tensors.keys() - named.keys() - {_FREQUENCIES}):
         name = unknown[0]
@@ -359,11 +359,11 @@ def tokenizer_from_gguf(file: GGUFFile) -> Tokenizer:
     user-defined tokens are matched whole, and ``tokenizer.ggml.pre`` selects the split.
     """
     data = file.metadata
-    for key, default, known in (("model", None, ["gpt2"]), ("pre", "default", sorted(_SPLITS))):
-        if data.get(f"tokenizer.ggml.{key}", str, default) not in known:
+    for key, default, supported in (("model", None, ["gpt2"]), ("pre", "default", sorted(_SPLITS))):
+        if data.get(f"tokenizer.ggml.{key}", str, default) not in supported:
             raise data.wrong(
                 f"tokenizer.ggml.{key}",
-                f"is not supported; supported: {known} (byte-level BPE). Use the Hugging Face "
+                f"is not supported; supported: {supported} (byte-level BPE). Use the Hugging Face "
                 "directory of the model, or set skip_tokenizer_init=True and pass input_ids",
             )
     tokens: list[str] = data.get("tokenizer.ggml.tokens", list[str])
@@ -383,18 +383,18 @@ def tokenizer_from_gguf(file: GGUFFile) -> Tokenizer:
     backend.decoder = decoders.ByteLevel()
     split = _SPLITS[data.get("tokenizer.ggml.pre", str, "default")]
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split is None)
-    parts = [] if split is None else [pre_tokenizers.Split(Regex(split), "isolated")]
-    backend.pre_tokenizer = pre_tokenizers.Sequence([*parts, byte_level])
-    for wanted, add in (
+    splits = [] if split is None else [pre_tokenizers.Split(Regex(split), "isolated")]
+    backend.pre_tokenizer = pre_tokenizers.Sequence([*splits, byte_level])
+    for added_kind, add in (
         (_CONTROL, backend.add_special_tokens),
         (_USER_DEFINED, backend.add_tokens),  # matched whole
     ):
         # skip entries outside the byte alphabet: the vocabulary has them under their byte spelling
         add(
             [
-                AddedToken(token, normalized=False, special=wanted == _CONTROL)
+                AddedToken(token, normalized=False, special=added_kind == _CONTROL)
                 for token, kind in zip(tokens, kinds, strict=False)
-                if kind == wanted and set(token) <= letters
+                if kind == added_kind and set(token) <= letters
             ]
         )
     special = _special_tokens(file, tokens)
