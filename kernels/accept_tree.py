@@ -53,17 +53,17 @@ def _reference(*inputs: Array, rows: SlotRows, num_steps: int) -> tuple[Accepted
     accept_index = jnp.stack(path, axis=1)
     is_accepted = accept_index >= 0
     counts = jnp.sum(is_accepted, axis=1, dtype=jnp.int32)
-    found = jnp.take_along_axis(target_tokens, jnp.maximum(accept_index, 0), axis=1)
-    tokens = jnp.where(is_accepted, found, 0)
+    targets = jnp.take_along_axis(target_tokens, jnp.maximum(accept_index, 0), axis=1)
+    tokens = jnp.where(is_accepted, targets, 0)
     bonus = jnp.take_along_axis(tokens, jnp.maximum(counts - 1, 0)[:, None], axis=1)[:, 0]
     is_end = (tokens[:, :, None] == end_token_ids[:, None, :]) & is_accepted[:, :, None]
-    left = jnp.where(is_end.any((1, 2)), 0, jnp.maximum(rows.remaining[slots] - counts, 0))
+    remaining = jnp.where(is_end.any((1, 2)), 0, jnp.maximum(rows.remaining[slots] - counts, 0))
     places = seq_lens[:, None] + 1 + jnp.arange(num_steps + 1, dtype=jnp.int32)
     places = jnp.where(is_accepted, places, rows.tokens.shape[1])
     written = SlotRows(
         seq_lens=rows.seq_lens.at[slots].set(jnp.where(slots > 0, seq_lens + counts, 0)),
         bonus_tokens=rows.bonus_tokens.at[slots].set(bonus),
-        remaining=rows.remaining.at[slots].set(jnp.where(slots > 0, left, 0)),
+        remaining=rows.remaining.at[slots].set(jnp.where(slots > 0, remaining, 0)),
         tokens=rows.tokens.at[slots[:, None], places].set(tokens, mode="drop"),
     )
     figures = jnp.where(slots > 0, num_proposed, 0), jnp.maximum(counts - 1, 0), counts
@@ -89,11 +89,11 @@ def specjax_accept_tree(
     index_ref, packed_ref, bonus_ref, lens_ref, bonuses_ref, remaining_ref, history_ref = refs[4:]
     request, num_rows, width = pl.program_id(0), draft_ref.shape[1], index_ref.shape[1]
     lanes, context = power_of_two(num_rows), history_ref.shape[1]
-    first = 0 * request  # traced: JAX 0.12 rejects a static slice beyond the end, masked or not
+    zero = 0 * request  # traced: JAX 0.12 rejects a static slice beyond the end, masked or not
     row = jnp.arange(lanes, dtype=jnp.int32)
     in_tree = row < num_rows
-    drafts = load(draft_ref.at[request, pl.ds(first, lanes)], mask=in_tree, other=-1)
-    parents = load(parent_ref.at[request, pl.ds(first, lanes)], mask=in_tree, other=-1)
+    drafts = load(draft_ref.at[request, pl.ds(zero, lanes)], mask=in_tree, other=-1)
+    parents = load(parent_ref.at[request, pl.ds(zero, lanes)], mask=in_tree, other=-1)
     slot, proposed, seq_len = slot_ref[request], proposed_ref[request], len_ref[request]
     is_real = in_tree & (row <= proposed)
 
@@ -110,25 +110,25 @@ def specjax_accept_tree(
     is_accepted = path >= 0
     count = jnp.sum(is_accepted.astype(jnp.int32))
     drafted = jnp.maximum(count - 1, 0)
-    found = target_ref.at[request, jnp.maximum(path, 0)]
-    tokens = load(found, mask=is_accepted, other=0)
+    targets = target_ref.at[request, jnp.maximum(path, 0)]
+    tokens = load(targets, mask=is_accepted, other=0)
     bonus = jnp.sum(jnp.where(place == drafted, tokens, 0))
 
-    store(index_ref.at[request, pl.ds(first, len(place))], path, mask=place < width)
+    store(index_ref.at[request, pl.ds(zero, len(place))], path, mask=place < width)
     packed = jnp.where(place == width, jnp.where(slot > 0, proposed, 0), tokens)
     packed = jnp.where(place == width + 1, drafted, packed)
     packed = jnp.where(place == width + 2, count, packed)
-    store(packed_ref.at[request, pl.ds(first, len(place))], packed, mask=place < width + 3)
+    store(packed_ref.at[request, pl.ds(zero, len(place))], packed, mask=place < width + 3)
     bonus_ref[request] = bonus
 
     is_end = tokens < 0  # all false
     for i in range(end_ref.shape[1]):
         is_end |= tokens == end_ref[request, i]
     has_ended = jnp.sum((is_end & is_accepted).astype(jnp.int32)) > 0
-    left = jnp.maximum(remaining_ref[slot] - count, 0)
+    remaining = jnp.maximum(remaining_ref[slot] - count, 0)
     lens_ref[slot] = jnp.where(slot > 0, seq_len + count, 0)
     bonuses_ref[slot] = bonus
-    remaining_ref[slot] = jnp.where((slot > 0) & ~has_ended, left, 0)
+    remaining_ref[slot] = jnp.where((slot > 0) & ~has_ended, remaining, 0)
     behind = seq_len + 1 + place
     # wrapped around, because masked lanes also need distinct positions (see backend.store)
     history = history_ref.at[slot, jax.lax.rem(behind, jnp.int32(context))]
@@ -171,25 +171,25 @@ def accept_tree(
     implementation = resolve(implementation)
     batch, num_rows = draft_tokens.shape
     trees, ints = (parents, target_tokens), (num_proposed, slots, seq_lens)
-    found = [each.shape for each in (*trees, *ints)]
-    if found != [(batch, num_rows)] * 2 + [(batch,)] * 3 or len(end_token_ids) != batch:
+    received = [array.shape for array in (*trees, *ints)]
+    if received != [(batch, num_rows)] * 2 + [(batch,)] * 3 or len(end_token_ids) != batch:
         raise ValueError(
             f"parents and target_tokens must be {[batch, num_rows]}; num_proposed, slots and "
-            f"seq_lens [{batch}]; end_token_ids [{batch}, E]; got {found}, {end_token_ids.shape}"
+            f"seq_lens [{batch}]; end_token_ids [{batch}, E]; got {received}, {end_token_ids.shape}"
         )
     inputs = draft_tokens, parents, num_proposed, target_tokens, end_token_ids, slots, seq_lens
     if implementation == "xla" or 0 in (batch, num_rows):
         return _reference(*inputs, rows=rows, num_steps=num_steps)
     width = num_steps + 1
-    shapes = [(batch, width), (batch, width + 3), (batch,), *(each.shape for each in rows)]
-    kept = range(len(inputs), len(inputs) + len(rows))
+    shapes = [(batch, width), (batch, width + 3), (batch,), *(array.shape for array in rows)]
+    aliased = range(len(inputs), len(inputs) + len(rows))
     out = triton_call(
         specjax_accept_tree,
         grid=(batch,),
         out_shape=tuple(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes),
         num_warps=1,
         implementation=implementation,
-        input_output_aliases=dict(zip(kept, range(3, len(shapes)), strict=True)),
+        input_output_aliases=dict(zip(aliased, range(3, len(shapes)), strict=True)),
     )(*inputs, *rows)
     return Accepted(*out[:3]), SlotRows(*out[3:])
 

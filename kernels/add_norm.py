@@ -41,8 +41,8 @@ def whole(x: Array, ndim: int, dtype: jnp.dtype) -> Array:
 def ordered_sum(sums: Array) -> Array:
     """Add up partial sums ``[P, ...]`` in ascending order, whatever their shape."""
     total = sums[0]
-    for part in sums[1:]:
-        total = total + part
+    for partial_sum in sums[1:]:
+        total = total + partial_sum
     return total
 
 
@@ -57,19 +57,19 @@ def specjax_add_norm(
     """Kernel body: one program per row, which it reads in parts of powers of two."""
     size, row = x_ref.shape[1], pl.program_id(0)
     totals, squares = [], jnp.float32(0.0)
-    for part in spans(size):
+    for span in spans(size):
         # partial sums are float32 and are added in the same order for any number of rows
-        delta = delta_ref[0, row, part]
+        delta = delta_ref[0, row, span]
         for i in range(1, delta_ref.shape[0]):
-            delta += delta_ref[i, row, part]
-        total = x_ref[row, part] + delta.astype(x_ref.dtype)
-        sum_ref[row, part] = total
+            delta += delta_ref[i, row, span]
+        total = x_ref[row, span] + delta.astype(x_ref.dtype)
+        sum_ref[row, span] = total
         total32 = total.astype(jnp.float32)
         squares += jnp.sum(total32 * total32)
-        totals.append((part, total32))
+        totals.append((span, total32))
     inverse = jax.lax.rsqrt(squares / size + eps)
-    for part, total32 in totals:
-        normed_ref[row, part] = scaled(total32 * inverse, scale_ref[part], x_ref.dtype)
+    for span, total32 in totals:
+        normed_ref[row, span] = scaled(total32 * inverse, scale_ref[span], x_ref.dtype)
 
 
 def add_norm(

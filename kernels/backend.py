@@ -78,12 +78,12 @@ def takes_head_dim(head_dim: int, kv_dtype: jnp.dtype | None = None) -> bool:
 
 def spans(size: int, start: int = 0) -> tuple[Any, ...]:
     """Cut an axis into slices whose sizes are powers of two, largest first: 96 is 64 and 32."""
-    parts = []
+    slices = []
     for power in reversed(range(size.bit_length())):
         if size >> power & 1:
-            parts.append(pl.ds(start, 1 << power))
+            slices.append(pl.ds(start, 1 << power))
             start += 1 << power
-    return tuple(parts)
+    return tuple(slices)
 
 
 def row_dot(x: jax.Array, y: jax.Array, *, transpose: bool) -> jax.Array:

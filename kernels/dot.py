@@ -46,36 +46,36 @@ class DotTiles:
     num_stages: int  # loads in flight in the software pipeline
 
     @classmethod
-    def choose(cls, rows: int, in_size: int, out_size: int, parts: int) -> "DotTiles":
+    def choose(cls, rows: int, in_size: int, out_size: int, num_sums: int) -> "DotTiles":
         """The fastest of 60 shapes on average over the products of an 8B model (H100)."""
         height = min(MAX_ROWS, max(MIN_ROWS, power_of_two(rows)))
         width = LEAST_WIDTH if rows <= 32 else 128 if rows <= 128 else 256
-        tiles = parts * pl.cdiv(rows, height)
+        tiles = num_sums * pl.cdiv(rows, height)
         while width > LEAST_WIDTH and (
             out_size % width or tiles * (out_size // width) < LEAST_PROGRAMS
         ):
             width //= 2
         if out_size < width:
             width = max(16, power_of_two(out_size))
-        size = in_size // parts
+        size = in_size // num_sums
         depth = min(MOST_DEPTH, size & -size)
         is_large = height * width > 128 * 128
         # three loads in flight are enough where many programs share a multiprocessor
-        return cls(height, width, depth, 8 if is_large else 4, 4 if is_large or parts > 1 else 3)
+        return cls(height, width, depth, 8 if is_large else 4, 4 if is_large or num_sums > 1 else 3)
 
 
 def num_parts(in_size: int, out_size: int) -> int:
     """Number of partial sums P of a matrix, whatever the rows."""
-    steps, rest = divmod(in_size, MOST_DEPTH)
-    most = 1 if rest else min(MAX_PARTS, WANTED_PROGRAMS // pl.cdiv(out_size, LEAST_WIDTH))
-    return next((parts for parts in range(most, 1, -1) if steps % parts == 0), 1)
+    steps, remainder = divmod(in_size, MOST_DEPTH)
+    most = 1 if remainder else min(MAX_PARTS, WANTED_PROGRAMS // pl.cdiv(out_size, LEAST_WIDTH))
+    return next((count for count in range(most, 1, -1) if steps % count == 0), 1)
 
 
-def _reference(x: Array, kernel: Array, parts: int) -> Array:
-    shape = (parts, x.shape[1] // parts)
-    left = x.reshape(-1, *shape).astype(jnp.float32)
-    right = kernel.reshape(*shape, -1).astype(jnp.float32)
-    return jnp.einsum("rpi,pio->pro", left, right, precision=jax.lax.Precision.HIGHEST)
+def _reference(x: Array, kernel: Array, num_sums: int) -> Array:
+    shape = (num_sums, x.shape[1] // num_sums)
+    lhs = x.reshape(-1, *shape).astype(jnp.float32)
+    rhs = kernel.reshape(*shape, -1).astype(jnp.float32)
+    return jnp.einsum("rpi,pio->pro", lhs, rhs, precision=jax.lax.Precision.HIGHEST)
 
 
 def specjax_invariant_dot(
@@ -85,14 +85,14 @@ def specjax_invariant_dot(
 
     Rows after the last one are zeros, and outputs after the last one repeat it; neither is stored.
     """
-    parts, num_rows, num_outputs = out_ref.shape
-    size = x_ref.shape[1] // parts
+    num_sums, num_rows, num_outputs = out_ref.shape
+    size = x_ref.shape[1] // num_sums
     num_tiles, num_columns = pl.cdiv(num_rows, tiles.height), pl.cdiv(num_outputs, tiles.width)
-    program, in_group = pl.program_id(0), GROUP * num_columns * parts
-    first = program // in_group * GROUP
-    in_column = jnp.minimum(num_tiles - first, GROUP)
-    tile, rest = first + program % in_group % in_column, program % in_group // in_column
-    column, part = rest % num_columns, rest // num_columns
+    program, in_group = pl.program_id(0), GROUP * num_columns * num_sums
+    first_tile = program // in_group * GROUP
+    in_column = jnp.minimum(num_tiles - first_tile, GROUP)
+    tile, index = first_tile + program % in_group % in_column, program % in_group // in_column
+    column, number = index % num_columns, index // num_columns
     rows = tile * tiles.height + jnp.arange(tiles.height, dtype=jnp.int32)
     columns = column * tiles.width + jnp.arange(tiles.width, dtype=jnp.int32)
     own_rows = jnp.minimum(rows, num_rows - 1)[:, None]
@@ -106,21 +106,21 @@ def specjax_invariant_dot(
     own_columns = jnp.minimum(columns, num_outputs - 1) if num_outputs % tiles.width else columns
 
     def step(i: Any, sums: Array) -> Array:
-        inputs = part * size + i * tiles.depth + jnp.arange(tiles.depth, dtype=jnp.int32)
-        left = load(
+        inputs = number * size + i * tiles.depth + jnp.arange(tiles.depth, dtype=jnp.int32)
+        lhs = load(
             x_ref.at[own_rows, inputs[None, :]], mask=mask, other=None if mask is None else 0.0
         )
         if is_transposed:
-            right = kernel_ref[own_columns[:, None], inputs[None, :]]
+            rhs = kernel_ref[own_columns[:, None], inputs[None, :]]
         else:
-            right = kernel_ref[inputs[:, None], own_columns[None, :]]
-        return sums + row_dot(left, right.astype(left.dtype), transpose=is_transposed)
+            rhs = kernel_ref[inputs[:, None], own_columns[None, :]]
+        return sums + row_dot(lhs, rhs.astype(lhs.dtype), transpose=is_transposed)
 
     zeros = jnp.zeros((tiles.height, tiles.width), jnp.float32)
     sums = jax.lax.fori_loop(0, size // tiles.depth, step, zeros)
     is_own = is_row & (columns < num_outputs)[None, :]
     out = sums.astype(out_ref.dtype)
-    store(out_ref.at[part, rows[:, None], columns[None, :]], out, mask=is_own)
+    store(out_ref.at[number, rows[:, None], columns[None, :]], out, mask=is_own)
 
 
 def invariant_dot(
@@ -151,22 +151,22 @@ def invariant_dot(
         raise ValueError(f"x {x.shape} does not fit kernel {kernel.shape}, {is_transposed=}")
     if in_size % 16:
         raise ValueError(f"the number of inputs {in_size} must be a multiple of 16")
-    parts = num_parts(in_size, out_size)
-    dtype = jnp.float32 if dtype is None or parts > 1 else dtype
+    num_sums = num_parts(in_size, out_size)
+    dtype = jnp.float32 if dtype is None or num_sums > 1 else dtype
     if implementation == "xla" or x.size == 0:
-        sums = _reference(x, kernel.T if is_transposed else kernel, parts).astype(dtype)
-        return sums.reshape(parts, *shape[:-1], out_size)
-    tiles = DotTiles.choose(num_rows, in_size, out_size, parts) if tiles is None else tiles
+        sums = _reference(x, kernel.T if is_transposed else kernel, num_sums).astype(dtype)
+        return sums.reshape(num_sums, *shape[:-1], out_size)
+    tiles = DotTiles.choose(num_rows, in_size, out_size, num_sums) if tiles is None else tiles
     columns = pl.cdiv(out_size, tiles.width)
     sums = triton_call(
         partial(specjax_invariant_dot, tiles=tiles, is_transposed=is_transposed),
-        grid=(columns * parts * pl.cdiv(num_rows, tiles.height),),
-        out_shape=jax.ShapeDtypeStruct((parts, num_rows, out_size), dtype),
+        grid=(columns * num_sums * pl.cdiv(num_rows, tiles.height),),
+        out_shape=jax.ShapeDtypeStruct((num_sums, num_rows, out_size), dtype),
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
         implementation=implementation,
     )(x, kernel)
-    return sums.reshape(parts, *shape[:-1], out_size)
+    return sums.reshape(num_sums, *shape[:-1], out_size)
 
 
 def precision_for(dtype: jnp.dtype) -> jax.lax.Precision:
@@ -207,16 +207,16 @@ def num_partial_sums(rows: int, in_size: int, out_size: int) -> int:
     split such products (into 4 or 8 parts at the Llama-3.1-8B shape), but add the parts in another
     launch. From 64 rows on, a split costs more than it gains. A single row is left to XLA.
     """
-    parts = 8
-    while parts > 1 and (
+    num_sums = 8
+    while num_sums > 1 and (
         rows == 1
         or rows > MAX_SPLIT_ROWS
-        or parts * out_size > MAX_SPLIT_COLUMNS
-        or in_size % parts
-        or in_size // parts < 64
+        or num_sums * out_size > MAX_SPLIT_COLUMNS
+        or in_size % num_sums
+        or in_size // num_sums < 64
     ):
-        parts //= 2
-    return parts
+        num_sums //= 2
+    return num_sums
 
 
 def partial_sums(x: Array, kernel: Array, implementation: str | None = None) -> Array:
@@ -225,13 +225,13 @@ def partial_sums(x: Array, kernel: Array, implementation: str | None = None) -> 
         return invariant_dot(x, kernel, implementation=implementation)
     size, out_size = kernel.shape
     is_exact = x.dtype == jnp.float32
-    parts = 1 if is_exact else num_partial_sums(x.size // size, size, out_size)
-    if parts == 1:
+    num_sums = 1 if is_exact else num_partial_sums(x.size // size, size, out_size)
+    if num_sums == 1:
         return plain_dot(x, kernel, x.dtype)
     sums = jnp.einsum(
         "rpi,pio->pro",
-        x.reshape(-1, parts, size // parts),
-        kernel.astype(x.dtype).reshape(parts, size // parts, out_size),
+        x.reshape(-1, num_sums, size // num_sums),
+        kernel.astype(x.dtype).reshape(num_sums, size // num_sums, out_size),
         preferred_element_type=jnp.float32,
     )
-    return sums.reshape(parts, *x.shape[:-1], out_size)
+    return sums.reshape(num_sums, *x.shape[:-1], out_size)

@@ -81,12 +81,12 @@ def _reference(
     best = _argmax(logits)
 
     def draw() -> Array:
-        kept = kept_logits(logits, temperatures[:, None], thresholds[:, None])
+        filtered = kept_logits(logits, temperatures[:, None], thresholds[:, None])
         if ids is None:
             noise = position_noise(seeds, positions, logits.shape[1])
         else:
             noise = token_noise(seeds, positions, ids)
-        return jnp.where(temperatures > 0, _argmax(kept + noise), best)
+        return jnp.where(temperatures > 0, _argmax(filtered + noise), best)
 
     # noise costs several passes over the logits, so a greedy batch skips it
     return jax.lax.cond(jnp.any(temperatures > 0), draw, lambda: best)
@@ -103,25 +103,25 @@ def specjax_draw_tokens(
 ) -> None:
     """Kernel body: each program finds the best token of one row in one part of the vocabulary."""
     ids_ref, (value_ref, index_ref) = refs[:-2], refs[-2:]
-    row, part, vocab_size = pl.program_id(0), pl.program_id(1), logits_ref.shape[1]
-    tokens = part * block + jnp.arange(block, dtype=jnp.int32)
+    row, share, vocab_size = pl.program_id(0), pl.program_id(1), logits_ref.shape[1]
+    tokens = share * block + jnp.arange(block, dtype=jnp.int32)
     inside = tokens < vocab_size
     logits = load(logits_ref.at[row, jnp.minimum(tokens, vocab_size - 1)])
     temperature = temperatures_ref[row]
 
     def noisy() -> Array:
-        kept = kept_logits(logits, temperature, thresholds_ref[row])
+        filtered = kept_logits(logits, temperature, thresholds_ref[row])
         seed = seeds_ref[row, 0], seeds_ref[row, 1]
         ids = [load(ref.at[jnp.minimum(tokens, vocab_size - 1)]) for ref in ids_ref]
-        return kept + _gumbel(seed, positions_ref[row], *(ids or [tokens]))
+        return filtered + _gumbel(seed, positions_ref[row], *(ids or [tokens]))
 
     values = jax.lax.cond(temperature > 0, noisy, lambda: logits)
     values = jnp.where(inside, values, -jnp.inf)
     best = jnp.max(values)
-    value_ref[row, part] = best
+    value_ref[row, share] = best
     # NaN does not equal any value
-    found = jnp.min(jnp.where(inside & (values == best), tokens, vocab_size))
-    index_ref[row, part] = jnp.minimum(found, vocab_size - 1)
+    token = jnp.min(jnp.where(inside & (values == best), tokens, vocab_size))
+    index_ref[row, share] = jnp.minimum(token, vocab_size - 1)
 
 
 def draw_tokens(

@@ -176,14 +176,14 @@ def specjax_logit_thresholds(
 
             def add(logits: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
                 reached = [logits >= value for value in values]
-                found = [one.astype(jnp.float32) for one in reached]
+                terms = [is_reached.astype(jnp.float32) for is_reached in reached]
                 if weighted:
                     weights = _weights(logits, best, temperature)
-                    found += [jnp.where(one, weights, 0.0) for one in reached]
-                return tuple(a + b for a, b in zip(sums, found, strict=True))
+                    terms += [jnp.where(is_reached, weights, 0.0) for is_reached in reached]
+                return tuple(a + b for a, b in zip(sums, terms, strict=True))
 
             start = (zeros,) * (len(values) * (2 if weighted else 1))
-            totals = [jnp.sum(one) for one in over_row(add, start, num_blocks)]
+            totals = [jnp.sum(sums) for sums in over_row(add, start, num_blocks)]
             return totals[: len(values)], totals[len(values) :]
 
         def search(
@@ -231,8 +231,8 @@ def specjax_logit_thresholds(
         lowest, goal = jnp.uint32(LOWEST_KEY), top_k.astype(jnp.float32)
         kth, num_kept = search(lowest, jnp.where(has_top_k, num_allowed, 0.0), goal, False)
         num_kept = jnp.where(has_top_k, num_kept, num_allowed)
-        some = num_blocks * has_top_p.astype(jnp.int32)
-        _, (total,) = measure([_value(kth)], weighted=True, num_blocks=some)
+        read_blocks = num_blocks * has_top_p.astype(jnp.int32)
+        _, (total,) = measure([_value(kth)], weighted=True, num_blocks=read_blocks)
         goal = jnp.maximum(top_p * total, FLOAT32_TINY)
         nucleus, _ = search(kth, jnp.where(has_top_p, num_kept, 0.0), goal, True)
         out_ref[row] = jnp.maximum(_value(nucleus), _share(best, temperature, min_p))

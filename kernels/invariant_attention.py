@@ -59,16 +59,19 @@ def _block(
     return best, jnp.max(total, axis=1), *mixed
 
 
-def _add(one: Sums, two: Sums, scale: float) -> Sums:
+def _add(earlier: Sums, later: Sums, scale: float) -> Sums:
     """Add the sums of a later block; the one with the lower score is scaled down."""
-    is_higher = two[0] > one[0]
-    best = jnp.maximum(one[0], two[0])
-    decay = jnp.exp2((jnp.minimum(one[0], two[0]) - best) * scale)
-    total = jnp.where(is_higher, two[1], one[1]) + jnp.where(is_higher, one[1], two[1]) * decay
+    is_higher = later[0] > earlier[0]
+    best = jnp.maximum(earlier[0], later[0])
+    decay = jnp.exp2((jnp.minimum(earlier[0], later[0]) - best) * scale)
+    total = (
+        jnp.where(is_higher, later[1], earlier[1])
+        + jnp.where(is_higher, earlier[1], later[1]) * decay
+    )
     is_higher, decay = is_higher[:, None], decay[:, None]
     mixed = (
         jnp.where(is_higher, y, x) + jnp.where(is_higher, x, y) * decay
-        for x, y in zip(one[2:], two[2:], strict=True)
+        for x, y in zip(earlier[2:], later[2:], strict=True)
     )
     return best, total, *mixed
 
@@ -89,13 +92,15 @@ def specjax_invariant_shared(*refs: Any, block_rows: int, form: PagedForm) -> No
     # rows after the last one repeat the first ones: they store the same values to the same places
     row = (tile * block_rows + jnp.arange(block_rows, dtype=jnp.int32)) % (rows * group)
     layer, num_blocks = layer_ref[0], lens_ref[request] // BLOCK
-    parts = head_spans(pool_ref)
+    dim_spans = head_spans(pool_ref)
 
     @pl.when(share < num_blocks)
     def _() -> None:
         member = head * group + row % group
-        q = [for_products(q_ref[request, row // group, member, part], pool_ref) for part in parts]
-        nothing = empty_sums(block_rows, *(part.size for part in parts))
+        q = [
+            for_products(q_ref[request, row // group, member, span], pool_ref) for span in dim_spans
+        ]
+        nothing = empty_sums(block_rows, *(span.size for span in dim_spans))
 
         def add_block(i: Array, sums: Sums) -> Sums:
             key = i * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)
@@ -103,10 +108,10 @@ def specjax_invariant_shared(*refs: Any, block_rows: int, form: PagedForm) -> No
             kv = load_kv(pool_ref, layer, slot, head, q[0].dtype, form.implementation)
             return _add(sums, _block(q, kv, scale, None), scale)
 
-        def keep(kept: Any, sums: Sums) -> None:
-            best_ref[request, head, kept, row], total_ref[request, head, kept, row] = sums[:2]
-            for part, mixed in zip(parts, sums[2:], strict=True):
-                mixed_ref[request, head, kept, row, part] = mixed
+        def keep(result: Any, sums: Sums) -> None:
+            best_ref[request, head, result, row], total_ref[request, head, result, row] = sums[:2]
+            for span, mixed in zip(dim_spans, sums[2:], strict=True):
+                mixed_ref[request, head, result, row, span] = mixed
 
         def keep_block(j: Array, done: Array) -> Array:
             i = share + j * num_shares
@@ -125,8 +130,8 @@ def specjax_invariant_own(*refs: Any, form: PagedForm) -> None:
 
     Without ``counts`` and ``paths``, the new tokens are a chain.
     """
-    layer_ref, table_ref, lens_ref, q_ref, pool_ref, *others, out_ref = refs
-    best_ref, total_ref, mixed_ref, *path_refs = others
+    layer_ref, table_ref, lens_ref, q_ref, pool_ref, *input_refs, out_ref = refs
+    best_ref, total_ref, mixed_ref, *path_refs = input_refs
     heads, kv_heads = q_ref.shape[2], pool_ref.shape[3]
     num_kept, scale = best_ref.shape[2], form.scale * LOG2E
     group = heads // kv_heads
@@ -135,23 +140,23 @@ def specjax_invariant_own(*refs: Any, form: PagedForm) -> None:
     block_rows = max(MIN_ROWS, power_of_two(group))
     member = jnp.arange(block_rows, dtype=jnp.int32) % group
     row = token * group + member
-    place, parts = (request, token, head * group + member), head_spans(pool_ref)
-    q = [for_products(q_ref[*place, part], pool_ref) for part in parts]
+    place, dim_spans = (request, token, head * group + member), head_spans(pool_ref)
+    q = [for_products(q_ref[*place, span], pool_ref) for span in dim_spans]
     shared = seq_len // BLOCK
     end = seq_len + (path_refs[0][request, token] if path_refs else token + 1)
 
     num_sums = jnp.minimum(shared, num_kept)
 
     def add_kept(i: Array, sums: Sums) -> Sums:
-        kept = []
+        loaded = []
         for j in range(KEPT_PER_STEP):
             at = jnp.minimum(i * KEPT_PER_STEP + j, num_sums - 1)
             best, total = best_ref[request, head, at, row], total_ref[request, head, at, row]
             best = jnp.where(i * KEPT_PER_STEP + j < num_sums, best, NEGATIVE)
-            mixed = (mixed_ref[request, head, at, row, part] for part in parts)
-            kept.append((best, total, *mixed))
-        for one in kept:
-            sums = _add(sums, one, scale)
+            mixed = (mixed_ref[request, head, at, row, span] for span in dim_spans)
+            loaded.append((best, total, *mixed))
+        for block_sums in loaded:
+            sums = _add(sums, block_sums, scale)
         return sums
 
     def step(i: Array, sums: Sums) -> Sums:
@@ -159,17 +164,17 @@ def specjax_invariant_own(*refs: Any, form: PagedForm) -> None:
         # past the end, read the last key again and mask its score; the load needs no mask
         key = jnp.minimum(position, end - 1)
         if path_refs:
-            new = path_refs[1][request, token, jnp.maximum(key - seq_len, 0)]
-            key = jnp.where(key < seq_len, key, seq_len + new)
+            offset = path_refs[1][request, token, jnp.maximum(key - seq_len, 0)]
+            key = jnp.where(key < seq_len, key, seq_len + offset)
         slot = slots_of(table_ref, request, key, form.page_size)
         kv = load_kv(pool_ref, layer, slot, head, q[0].dtype, form.implementation)
         return _add(sums, _block(q, kv, scale, (position < end)[None, :]), scale)
 
-    sums: Sums = empty_sums(block_rows, *(part.size for part in parts))
+    sums: Sums = empty_sums(block_rows, *(span.size for span in dim_spans))
     sums = jax.lax.fori_loop(0, pl.cdiv(num_sums, KEPT_PER_STEP), add_kept, sums)
     _, total, *mixed = jax.lax.fori_loop(shared, pl.cdiv(end, BLOCK), step, sums)
-    for part, x in zip(parts, mixed, strict=True):
-        out_ref[*place, part] = (x / total[:, None]).astype(out_ref.dtype)
+    for span, x in zip(dim_spans, mixed, strict=True):
+        out_ref[*place, span] = (x / total[:, None]).astype(out_ref.dtype)
 
 
 def specjax_invariant_prefill(*refs: Any, block_rows: int, form: PagedForm) -> None:
@@ -185,8 +190,8 @@ def specjax_invariant_prefill(*refs: Any, block_rows: int, form: PagedForm) -> N
         row = jnp.arange(block_rows, dtype=jnp.int32) % (block_rows // group * group)
         token = jnp.minimum(row // group, tokens - 1)
         member = head * group + row % group
-        parts = head_spans(pool_ref)
-        q = [for_products(q_ref[first_row + token, member, part], pool_ref) for part in parts]
+        dim_spans = head_spans(pool_ref)
+        q = [for_products(q_ref[first_row + token, member, span], pool_ref) for span in dim_spans]
         begin = end - tokens
 
         def step(i: Array, sums: Sums, *, is_masked: bool) -> Sums:
@@ -197,16 +202,16 @@ def specjax_invariant_prefill(*refs: Any, block_rows: int, form: PagedForm) -> N
             visible = (position - begin)[None, :] <= token[:, None] if is_masked else None
             return _add(sums, _block(q, kv, scale, visible), scale)
 
-        sums: Sums = empty_sums(block_rows, *(part.size for part in parts))
+        sums: Sums = empty_sums(block_rows, *(span.size for span in dim_spans))
         # the first token of the tile sees all keys in these blocks
-        whole = jnp.maximum(begin + 1, 0) // BLOCK
-        sums = jax.lax.fori_loop(0, whole, partial(step, is_masked=False), sums)
+        unmasked = jnp.maximum(begin + 1, 0) // BLOCK
+        sums = jax.lax.fori_loop(0, unmasked, partial(step, is_masked=False), sums)
         masked = partial(step, is_masked=True)
-        _, total, *mixed = jax.lax.fori_loop(whole, pl.cdiv(end, BLOCK), masked, sums)
+        _, total, *mixed = jax.lax.fori_loop(unmasked, pl.cdiv(end, BLOCK), masked, sums)
         # rows of padding have no keys
         total = jnp.where(total > 0.0, total, 1.0)[:, None]
-        for part, x in zip(parts, mixed, strict=True):
-            out_ref[first_row + token, member, part] = (x / total).astype(out_ref.dtype)
+        for span, x in zip(dim_spans, mixed, strict=True):
+            out_ref[first_row + token, member, span] = (x / total).astype(out_ref.dtype)
 
 
 def _paths(tree_mask: Array) -> tuple[Array, Array]:
@@ -247,13 +252,14 @@ def invariant_tree_attention(
         return prefill(packed, inputs, seq_lens, counts, implementation).reshape(q.shape)
     num_kept, form = 1 if is_enough else num_blocks, inputs.form(q, implementation)
     operands = inputs.layer_operand, inputs.page_table, seq_lens, q, inputs.pool
-    kept = (batch, kv_heads, num_kept, num_rows)
+    sums_shape = (batch, kv_heads, num_kept, num_rows)
     launch = partial(triton_call, num_warps=4, num_stages=2, implementation=implementation)
     sums = launch(
         partial(specjax_invariant_shared, block_rows=block_rows, form=form),
         grid=(batch * kv_heads, min(num_kept, MOST_SHARES), num_tiles),
         out_shape=tuple(
-            jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (kept, kept, (*kept, dim))
+            jax.ShapeDtypeStruct(shape, jnp.float32)
+            for shape in (sums_shape, sums_shape, (*sums_shape, dim))
         ),
     )(*operands)
     return launch(

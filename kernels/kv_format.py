@@ -74,8 +74,8 @@ def from_words(words: jax.Array, implementation: str) -> tuple[jax.Array, jax.Ar
             for selector in ("0x5410", "0x7632")
         )
         return low, high
-    parts = words.astype(jnp.uint8), (words >> 8).astype(jnp.uint8)
-    low, high = (jax.lax.bitcast_convert_type(x, jnp.float8_e4m3fn) for x in parts)
+    halves = words.astype(jnp.uint8), (words >> 8).astype(jnp.uint8)
+    low, high = (jax.lax.bitcast_convert_type(x, jnp.float8_e4m3fn) for x in halves)
     return low, high
 
 
@@ -91,8 +91,10 @@ def saturated(x: Array, dtype: jnp.dtype | type) -> Array:
 def to_words(low: Array, high: Array) -> Array:
     """Words of the values of the first and of the second half of the dims of a head."""
     narrow = (saturated(x, jnp.float8_e4m3fn) for x in (low, high))
-    first, second = (jax.lax.bitcast_convert_type(x, jnp.uint8).astype(WORD) for x in narrow)
-    return first | second << 8
+    low_bytes, high_bytes = (
+        jax.lax.bitcast_convert_type(x, jnp.uint8).astype(WORD) for x in narrow
+    )
+    return low_bytes | high_bytes << 8
 
 
 def to_pool(values: Array, dtype: jnp.dtype) -> Array:
@@ -146,10 +148,10 @@ def load_kv(
     """Keys and values ``[C, size]`` of a head at slots ``[C]``, for each span of its dims."""
 
     def load(which: int) -> list[Array]:
-        found = [pool_ref[layer, slot, which, head, span] for span in spans(pool_ref.shape[4])]
+        values = [pool_ref[layer, slot, which, head, span] for span in spans(pool_ref.shape[4])]
         if pool_ref.dtype == WORD:
-            low, high = zip(*(from_words(x, implementation) for x in found), strict=True)
-            found = [*low, *high]
-        return [x.astype(dtype) for x in found]
+            low, high = zip(*(from_words(x, implementation) for x in values), strict=True)
+            values = [*low, *high]
+        return [x.astype(dtype) for x in values]
 
     return load(0), load(1)

@@ -108,9 +108,9 @@ def scatter_rows(
     """
     implementation = resolve(implementation)
     _check(pool, index)
-    wanted = (pool.shape[0], index.shape[0], *pool.shape[2:])
-    if rows.shape != wanted or rows.dtype != pool.dtype:
-        raise ValueError(f"rows {rows.dtype}{rows.shape} must be {pool.dtype}{wanted}")
+    expected = (pool.shape[0], index.shape[0], *pool.shape[2:])
+    if rows.shape != expected or rows.dtype != pool.dtype:
+        raise ValueError(f"rows {rows.dtype}{rows.shape} must be {pool.dtype}{expected}")
     if implementation == "xla" or 0 in rows.shape:
         rows = finite_or_zero(rows)
         return pool.at[:, index].set(rows, mode="drop", unique_indices=True)
@@ -142,8 +142,8 @@ def _move_reference(pool: Array, source: Array, destination: Array) -> Array:
 
 def _live(source: Array, destination: Array, num_slots: int) -> Array:
     """Whether each entry moves: both slots exist and differ."""
-    known = (source >= 0) & (source < num_slots) & (destination >= 0) & (destination < num_slots)
-    return known & (source != destination)
+    exists = (source >= 0) & (source < num_slots) & (destination >= 0) & (destination < num_slots)
+    return exists & (source != destination)
 
 
 def _move_block(width: int, num_rows: int, itemsize: int) -> int:

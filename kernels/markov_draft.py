@@ -62,37 +62,37 @@ def specjax_markov_draft(
     """
     ids_ref, (best_ref, tokens_ref) = refs[:-2], refs[-2:]
     requests = pl.program_id(0) * rows + jnp.arange(rows, dtype=jnp.int32)
-    part, num_parts = pl.program_id(1), before_ref.shape[1]
+    share, num_parts = pl.program_id(1), before_ref.shape[1]
     (_, _, vocab_size), rank = logits_ref.shape, embedding_ref.shape[1]
     nobody = jnp.int32(2**31 - 1)
 
     def first(values: Array, tokens: Array) -> tuple[Array, Array]:
         # the highest value, and the lowest token of equal ones; NaN does not equal any value
         best = jnp.max(values, axis=1)
-        found = jnp.min(jnp.where(values == best[:, None], tokens, nobody), axis=1)
-        return best, jnp.where(found == nobody, 0, found)
+        best_token = jnp.min(jnp.where(values == best[:, None], tokens, nobody), axis=1)
+        return best, jnp.where(best_token == nobody, 0, best_token)
 
-    parts = jnp.arange(power_of_two(num_parts), dtype=jnp.int32)
-    at = requests[:, None], jnp.minimum(parts, num_parts - 1)[None]
+    shares = jnp.arange(power_of_two(num_parts), dtype=jnp.int32)
+    at = requests[:, None], jnp.minimum(shares, num_parts - 1)[None]
     # the last part may be repeated, which does not change the best
     _, previous = first(load(before_ref.at[at]), load(before_tokens_ref.at[at]))
-    own = jnp.arange(power_of_two(rank), dtype=jnp.int32)
-    left = load(
-        embedding_ref.at[previous[:, None], own[None]],
-        mask=jnp.broadcast_to(own[None] < rank, (rows, len(own))),
+    dims = jnp.arange(power_of_two(rank), dtype=jnp.int32)
+    lhs = load(
+        embedding_ref.at[previous[:, None], dims[None]],
+        mask=jnp.broadcast_to(dims[None] < rank, (rows, len(dims))),
         other=0,
     )
     read, step = jnp.minimum(requests, logits_ref.shape[0] - 1)[:, None], step_ref[0]
 
-    def look(i: Array, found: tuple[Array, Array]) -> tuple[Array, Array]:
-        best, token = found
-        columns = (part * count + i) * block + jnp.arange(block, dtype=jnp.int32)
+    def look(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        best, token = carry
+        columns = (share * count + i) * block + jnp.arange(block, dtype=jnp.int32)
         inside = (columns < vocab_size)[None]
-        is_weight = (own < rank)[:, None] & inside
-        right = load(output_ref.at[own[:, None], columns[None]], mask=is_weight, other=0)
+        is_weight = (dims < rank)[:, None] & inside
+        rhs = load(output_ref.at[dims[:, None], columns[None]], mask=is_weight, other=0)
         is_logit = jnp.broadcast_to(inside, (rows, block))
         values = load(logits_ref.at[read, step, columns[None]], mask=is_logit, other=-jnp.inf)
-        values += row_dot(left, right, transpose=False)
+        values += row_dot(lhs, rhs, transpose=False)
         is_better = values > best
         return jnp.where(is_better, values, best), jnp.where(is_better, columns[None], token)
 
@@ -101,7 +101,7 @@ def specjax_markov_draft(
     best, token = first(*jax.lax.fori_loop(0, count, look, lowest))
     for ref in ids_ref:
         token = load(ref.at[token])
-    best_ref[requests, part], tokens_ref[requests, part] = best, token
+    best_ref[requests, share], tokens_ref[requests, share] = best, token
 
 
 def markov_draft(
@@ -145,12 +145,12 @@ def markov_draft(
     )
     padded = jnp.pad(tokens, (0, shape[0] - batch))
     best = jnp.zeros(shape, jnp.float32), jnp.broadcast_to(padded[:, None], shape)
-    found = []
+    results = []
     for i in range(steps):
         step = jnp.full(1, i, jnp.int32)
         best = call(logits, embedding, output, step, *best, *(() if ids is None else (ids,)))
-        found.append(best)
-    values, names = (jnp.stack(parts, axis=1)[:batch] for parts in zip(*found, strict=True))
+        results.append(best)
+    values, names = (jnp.stack(arrays, axis=1)[:batch] for arrays in zip(*results, strict=True))
     highest = jnp.max(values, axis=-1, keepdims=True)
     drafts = jnp.min(jnp.where(values == highest, names, jnp.iinfo(jnp.int32).max), axis=-1)
     return jnp.where(drafts == jnp.iinfo(jnp.int32).max, 0, drafts)

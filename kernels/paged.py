@@ -87,8 +87,8 @@ def empty_sums(rows: int, *sizes: int) -> tuple[Array, ...]:
 
 def products(q: list[Array], keys: list[Array]) -> Array:
     """Products ``[rows, C]`` of queries and keys, which are lists of spans of the head dim."""
-    first, *others = [row_dot(x, y, transpose=True) for x, y in zip(q, keys, strict=True)]
-    return sum(others, first)
+    start, *terms = [row_dot(x, y, transpose=True) for x, y in zip(q, keys, strict=True)]
+    return sum(terms, start)
 
 
 def base2_scores(sums: Array, scale: float, softcap: float | None) -> Array:

@@ -41,8 +41,8 @@ def _by_segment(q: Array, counts: Array, attention: Callable[[Array, Array], Arr
     def segment(g: Array, out: Array) -> Array:
         # rows of other segments come later; without a window they see key 0, so none is NaN
         mixed = attention(jnp.roll(q, -firsts[g], axis=0), g)
-        own = (row >= firsts[g]) & (row < ends[g])
-        return jnp.where(own[:, None, None], jnp.roll(mixed, firsts[g], axis=0), out)
+        is_own = (row >= firsts[g]) & (row < ends[g])
+        return jnp.where(is_own[:, None, None], jnp.roll(mixed, firsts[g], axis=0), out)
 
     trips = jnp.max(jnp.where(counts > 0, 1 + jnp.arange(counts.shape[0]), 0), initial=0)
     return jax.lax.fori_loop(0, trips, segment, jnp.zeros_like(q))
@@ -80,7 +80,7 @@ def specjax_prefill_attention(*refs: Any, tiles: PrefillTiles, form: PagedForm) 
     """Kernel body: one program per (KV head, tile of query rows of one segment)."""
     layer_ref, map_ref, table_ref, q_ref, pool_ref, *sink_refs, out_ref = refs
     window = form.window
-    group, parts = q_ref.shape[1] // pool_ref.shape[3], head_spans(pool_ref)
+    group, dim_spans = q_ref.shape[1] // pool_ref.shape[3], head_spans(pool_ref)
     layer, head, tile = layer_ref[0], pl.program_id(0), pl.program_id(1)
     segment, first_row, tokens, total = (map_ref[tile, i] for i in range(4))
 
@@ -91,7 +91,7 @@ def specjax_prefill_attention(*refs: Any, tiles: PrefillTiles, form: PagedForm) 
         row = jnp.arange(tiles.block_rows) % (tiles.block_rows // group * group)
         token = jnp.minimum(row // group, tokens - 1)
         member = head * group + row % group
-        q = [for_products(q_ref[first_row + token, member, part], pool_ref) for part in parts]
+        q = [for_products(q_ref[first_row + token, member, span], pool_ref) for span in dim_spans]
         first_position = total - tokens
 
         def step(i: Array, carry: tuple[Array, ...], *, is_masked: bool) -> tuple[Array, ...]:
@@ -105,35 +105,35 @@ def specjax_prefill_attention(*refs: Any, tiles: PrefillTiles, form: PagedForm) 
             slot = page * form.page_size + key % form.page_size
             k, v = load_kv(pool_ref, layer, slot, head, q[0].dtype, form.implementation)
             scores = base2_scores(products(q, k), form.scale, form.softcap)
-            seen = None
+            mask = None
             if is_masked:
                 gap = token[:, None] - (position - first_position)[None, :]
                 visible = gap >= 0 if window is None else (gap >= 0) & (gap < window)
                 scores = jnp.where(visible, scores, NEGATIVE)
                 # without a window, every row sees key 0, so masked keys have the weight 0
-                seen = None if window is None else visible
-            return add_keys(carry, scores, v, seen)
+                mask = None if window is None else visible
+            return add_keys(carry, scores, v, mask)
 
-        carry = empty_sums(tiles.block_rows, *(part.size for part in parts))
+        carry = empty_sums(tiles.block_rows, *(span.size for span in dim_spans))
         masked, size = partial(step, is_masked=True), tiles.block_keys
         # the first token of the tile sees all keys in the blocks before this one, without a window
         unmasked, blocks = jnp.maximum(first_position + 1, 0) // size, (total + size - 1) // size
-        whole = jnp.int32(0)
+        begin = jnp.int32(0)
         if window is not None:
             oldest = jnp.maximum(first_position - window + 1, 0) // size
             # from this block on, the last token of the tile sees all keys
-            whole = (jnp.maximum(total - window, 0) + size - 1) // size
-            whole, unmasked = jnp.minimum(whole, blocks), jnp.maximum(unmasked, whole)
+            begin = (jnp.maximum(total - window, 0) + size - 1) // size
+            begin, unmasked = jnp.minimum(begin, blocks), jnp.maximum(unmasked, begin)
             unmasked = jnp.minimum(unmasked, blocks)
-            carry = jax.lax.fori_loop(oldest, whole, masked, carry)
-        carry = jax.lax.fori_loop(whole, unmasked, partial(step, is_masked=False), carry)
+            carry = jax.lax.fori_loop(oldest, begin, masked, carry)
+        carry = jax.lax.fori_loop(begin, unmasked, partial(step, is_masked=False), carry)
         best, weight, *mixed = jax.lax.fori_loop(unmasked, blocks, masked, carry)
         if sink_refs:
             weight, mixed = with_sinks(best, weight, mixed, sink_refs[0][member])
         # the best key has weight 1, so the maximum changes only padding rows (0 / 1)
         weight = jnp.maximum(weight, 1.0)[:, None]
-        for part, x in zip(parts, mixed, strict=True):
-            out_ref[first_row + token, member, part] = (x / weight).astype(out_ref.dtype)
+        for span, x in zip(dim_spans, mixed, strict=True):
+            out_ref[first_row + token, member, span] = (x / weight).astype(out_ref.dtype)
 
 
 def prefill_attention(

@@ -36,8 +36,8 @@ def normed(q: Array, k: Array, norms: Norms | None) -> tuple[Array, Array]:
 
 def rotate(x: Array, cos: Array, sin: Array) -> Array:
     """Rotate ``x [..., H]`` in float32 by tables ``[..., H / 2]``; i and i + H / 2 form a pair."""
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    rotated = (first * cos - second * sin, second * cos + first * sin)
+    low, high = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    rotated = (low * cos - high * sin, high * cos + low * sin)
     return jnp.concatenate(rotated, axis=-1).astype(x.dtype)
 
 

@@ -25,8 +25,8 @@ def _reference(*inputs: Array, limit: int) -> tuple[Array, Array, Array]:
         jnp.zeros((rows, limit), jnp.float32),
     )
 
-    def best(kept: Array, total: Array) -> tuple[Array, Array]:
-        values, ids = jax.lax.top_k(kept, limit)
+    def best(filtered: Array, total: Array) -> tuple[Array, Array]:
+        values, ids = jax.lax.top_k(filtered, limit)
         is_asked = jnp.arange(limit, dtype=jnp.int32) < num_best[:, None]
         return (
             jnp.where(is_asked, ids.astype(jnp.int32), 0),
@@ -34,11 +34,11 @@ def _reference(*inputs: Array, limit: int) -> tuple[Array, Array, Array]:
         )
 
     def all_of() -> tuple[Array, Array, Array]:
-        kept = kept_logits(logits, temperatures[:, None], thresholds[:, None])
-        total = jax.nn.logsumexp(kept, axis=-1)
-        chosen = jnp.take_along_axis(kept, tokens[:, None], axis=1)[:, 0] - total
+        filtered = kept_logits(logits, temperatures[:, None], thresholds[:, None])
+        total = jax.nn.logsumexp(filtered, axis=-1)
+        chosen = jnp.take_along_axis(filtered, tokens[:, None], axis=1)[:, 0] - total
         ids, values = jax.lax.cond(
-            jnp.any(num_best > 0), lambda: best(kept, total), lambda: nothing[1:]
+            jnp.any(num_best > 0), lambda: best(filtered, total), lambda: nothing[1:]
         )
         return jnp.where(num_best >= 0, chosen, 0.0), ids, values
 
@@ -92,16 +92,16 @@ def specjax_token_logprobs(
         last, last_id = previous
 
         def look(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-            found, found_id = carry
+            best_values, found_id = carry
             values, index = kept(i)
             is_next = (values < last) | ((values == last) & (index > last_id))
-            is_next &= (index < vocab_size) & ((values > found) | (found_id == vocab_size))
-            return jnp.where(is_next, values, found), jnp.where(is_next, index, found_id)
+            is_next &= (index < vocab_size) & ((values > best_values) | (found_id == vocab_size))
+            return jnp.where(is_next, values, best_values), jnp.where(is_next, index, found_id)
 
         nobody = jnp.full(block, vocab_size, jnp.int32)
-        found, found_id = jax.lax.fori_loop(0, num_blocks, look, (lowest, nobody))
-        value = jnp.max(jnp.where(found_id < vocab_size, found, -jnp.inf))
-        token = jnp.min(jnp.where(found == value, found_id, vocab_size))
+        best_values, found_id = jax.lax.fori_loop(0, num_blocks, look, (lowest, nobody))
+        value = jnp.max(jnp.where(found_id < vocab_size, best_values, -jnp.inf))
+        token = jnp.min(jnp.where(best_values == value, found_id, vocab_size))
         ids_ref[row, j] = jnp.minimum(token, vocab_size - 1)
         values_ref[row, j] = value - log_total
         return value, token

@@ -40,8 +40,8 @@ def _offsets(seq_lens: Array, tree_mask: Array | None, rows: int, positions: Arr
     """Positions i32 ``[B, T]`` of the rows after ``seq_lens``."""
     if positions is not None:
         return positions - seq_lens[:, None]
-    first = 0 if tree_mask is None else tree_mask.shape[2] - rows
-    return jnp.broadcast_to(first + jnp.arange(rows), (seq_lens.shape[0], rows))
+    start = 0 if tree_mask is None else tree_mask.shape[2] - rows
+    return jnp.broadcast_to(start + jnp.arange(rows), (seq_lens.shape[0], rows))
 
 
 def _visible(
@@ -142,8 +142,8 @@ def _dense_or_chunked(
     )
     if sinks is not None:
         # a sink is a key without a value
-        first = sinks.astype(jnp.float32).reshape(shape[2:])
-        start = (jnp.broadcast_to(first, shape), jnp.ones(shape, jnp.float32), start[2])
+        of_sinks = sinks.astype(jnp.float32).reshape(shape[2:])
+        start = (jnp.broadcast_to(of_sinks, shape), jnp.ones(shape, jnp.float32), start[2])
     num_new = rows if tree_mask is None else tree_mask.shape[2]
     num_chunks = (jnp.max(seq_lens) + num_new + CHUNK - 1) // CHUNK
     skipped = 0 if oldest is None else jnp.maximum(jnp.min(oldest), 0) // CHUNK
@@ -194,8 +194,8 @@ class AttentionTiles:
             # tall tiles, two are enough, because more splits have more sums to merge. B=8, T=16,
             # context 1,344, H200: 26 us per layer with four splits, 32 with eight.
             programs_wanted = 264 if block_rows == MAX_ROWS else 528
-            wanted = min(programs_wanted // programs, max(1, context // block_keys), 64)
-            num_splits = pl.next_power_of_2(wanted // 2 + 1)
+            splits = min(programs_wanted // programs, max(1, context // block_keys), 64)
+            num_splits = pl.next_power_of_2(splits // 2 + 1)
         return cls(block_rows, block_keys, num_splits, num_warps=4, num_stages=num_stages)
 
 
@@ -217,12 +217,15 @@ def specjax_tree_attention(
 
     ``names`` are those of the optional inputs: words of the mask, positions of the rows, sinks.
     """
-    layer_ref, table_ref, lens_ref, q_ref, pool_ref, *others = refs
-    inputs, (out_ref, *partial_refs) = dict(zip(names, others, strict=False)), others[len(names) :]
+    layer_ref, table_ref, lens_ref, q_ref, pool_ref, *optional_refs = refs
+    inputs, (out_ref, *partial_refs) = (
+        dict(zip(names, optional_refs, strict=False)),
+        optional_refs[len(names) :],
+    )
     window = form.window
     rows, heads = q_ref.shape[1:3]
     kv_heads = pool_ref.shape[3]
-    group, parts = heads // kv_heads, head_spans(pool_ref)
+    group, dim_spans = heads // kv_heads, head_spans(pool_ref)
     layer = layer_ref[0]
     request, head = pl.program_id(0) // kv_heads, pl.program_id(0) % kv_heads
     split, tile = pl.program_id(1), pl.program_id(2)
@@ -231,7 +234,7 @@ def specjax_tree_attention(
     row = tile * tiles.block_rows + jnp.arange(tiles.block_rows)
     # rows after the last one repeat the first ones: they store the same values to the same slots
     token, member = row % (rows * group) // group, head * group + row % group
-    q = [for_products(q_ref[request, token, member, part], pool_ref) for part in parts]
+    q = [for_products(q_ref[request, token, member, span], pool_ref) for span in dim_spans]
     words = []
     if "words" in inputs:
         words_ref = inputs["words"]
@@ -251,10 +254,10 @@ def specjax_tree_attention(
         skipped = begin // tiles.block_keys
         blocks -= skipped
     share = (blocks + tiles.num_splits - 1) // tiles.num_splits
-    first = split * share
-    last = jnp.minimum(first + share, blocks)
+    block = split * share
+    last = jnp.minimum(block + share, blocks)
     if window is not None:
-        first, last = first + skipped, last + skipped
+        block, last = block + skipped, last + skipped
 
     def step(i: Array, carry: tuple[Array, ...], *, is_masked: bool) -> tuple[Array, ...]:
         position = i * tiles.block_keys + jnp.arange(tiles.block_keys)
@@ -287,24 +290,24 @@ def specjax_tree_attention(
             visible &= recent | (offset >= 0)[None, :] if has_positions else recent
         return visible
 
-    carry = empty_sums(tiles.block_rows, *(part.size for part in parts))
+    carry = empty_sums(tiles.block_rows, *(span.size for span in dim_spans))
     masked = partial(step, is_masked=True)
     if window is None and tiles.num_splits == 1:
         # Every row sees the keys before ``seq_len``. Without their masks, B=32, T=8, context 8192
         # takes 275 us instead of 291 (bfloat16, H200).
         unmasked = seq_len // tiles.block_keys
-        carry = jax.lax.fori_loop(first, unmasked, partial(step, is_masked=False), carry)
-        first = unmasked
-    best, weight, *mixed = jax.lax.fori_loop(first, last, masked, carry)
+        carry = jax.lax.fori_loop(block, unmasked, partial(step, is_masked=False), carry)
+        block = unmasked
+    best, weight, *mixed = jax.lax.fori_loop(block, last, masked, carry)
     if not partial_refs:
         if "sinks" in inputs:
             weight, mixed = with_sinks(best, weight, mixed, inputs["sinks"][member])
-        for part, x in zip(parts, mixed, strict=True):
-            out_ref[request, token, member, part] = (x / weight[:, None]).astype(out_ref.dtype)
+        for span, x in zip(dim_spans, mixed, strict=True):
+            out_ref[request, token, member, span] = (x / weight[:, None]).astype(out_ref.dtype)
         return
     max_ref, sum_ref = partial_refs
-    for part, x in zip(parts, mixed, strict=True):
-        out_ref[request, head, split, row, part] = x
+    for span, x in zip(dim_spans, mixed, strict=True):
+        out_ref[request, head, split, row, span] = x
     max_ref[request, head, split, row] = best
     sum_ref[request, head, split, row] = weight
 
@@ -325,9 +328,9 @@ def specjax_merge_splits(mixed_ref: Any, max_ref: Any, sum_ref: Any, *refs: Any)
     weight = jnp.sum(sum_ref[request, head, :, row] * decay)
     if sink_refs:
         weight += jnp.exp2(score - highest)
-    for part in spans(out_ref.shape[3]):
-        mixed = jnp.sum(mixed_ref[request, head, :, row, part] * decay[:, None], axis=0)
-        out_ref[request, token, member, part] = (mixed / weight).astype(out_ref.dtype)
+    for span in spans(out_ref.shape[3]):
+        mixed = jnp.sum(mixed_ref[request, head, :, row, span] * decay[:, None], axis=0)
+        out_ref[request, token, member, span] = (mixed / weight).astype(out_ref.dtype)
 
 
 def tree_attention(
@@ -406,7 +409,7 @@ def tree_attention(
     row_tiles = -(-rows * group // tiles.block_rows)
     shape = (batch, kv_heads, tiles.num_splits, row_tiles * tiles.block_rows)
     output = jax.ShapeDtypeStruct(q.shape, q.dtype)
-    parts = [jax.ShapeDtypeStruct(x, jnp.float32) for x in ((*shape, dim), shape, shape)]
+    partials = [jax.ShapeDtypeStruct(x, jnp.float32) for x in ((*shape, dim), shape, shape)]
     words = None if tree_mask is None else _mask_words(tree_mask)
     # a sink is added once; several splits add it where they are merged
     sinks = inputs.sinks if tiles.num_splits == 1 else None
@@ -421,7 +424,7 @@ def tree_attention(
             names=tuple(optional),
         ),
         grid=(batch * kv_heads, tiles.num_splits, row_tiles),
-        out_shape=output if tiles.num_splits == 1 else tuple(parts),
+        out_shape=output if tiles.num_splits == 1 else tuple(partials),
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
         implementation=implementation,
