@@ -11,7 +11,7 @@ from specjax.adaptive import (
     TierController,
 )
 from specjax.adaptive.cost import CONTEXTS
-from specjax.compiling.cache import open_compile_cache
+from specjax.compiling.cache import CompileCache, open_compile_cache
 from specjax.disaggregation.rows import KVTransfer
 from specjax.engine.args import EngineArgs
 from specjax.engine.plan import EnginePlan, plan_engine
@@ -45,24 +45,19 @@ def build_engine(
     if args.load_format != "dummy":
         for checkpoint in (plan.target, *plan.drafts):
             checkpoint.check_weights()  # before compiling, which may take minutes
-    device = plan.networks.placement.device
-    cache = open_compile_cache(args.compile_cache_dir, *plan.cache_facts, devices=[device])
-    runner = ModelRunner(plan.networks, plan.config, cache)
+    runner = ModelRunner(plan.networks, plan.config, open_cache(plan))
     with ThreadPoolExecutor(1) as executor:
         loading = executor.submit(load_weights, plan, shared)
         tokenizer = None if args.skip_tokenizer_init else plan.target.load_tokenizer()
         if tokenizer is not None and tokenizer.chat_template is not None:
             start_renderer()
-        runner.compile(show_progress=args.shows_progress, on_use=compile_on_use)
-        if args.disaggregation_mode is not None:
-            gives = args.disaggregation_mode == "prefill"
-            KVTransfer(runner).compile(gives=gives, show_progress=args.shows_progress)
+        compile_all(args, runner, on_use=compile_on_use)
         try:
             runner.load(*loading.result())
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
-            total = device_memory(device)
+            total = device_memory(plan.networks.placement.device)
             raise ValueError(
                 f"{plan.needs.weight_bytes / 1e9:.2f} GB of weights and {plan.kv_bytes / 1e9:.2f} "
                 f"GB of KV do not fit into the free part of {total / 1e9:.2f} GB; stop other "
@@ -70,6 +65,19 @@ def build_engine(
                 "max_running_requests or context_length"
             ) from error
     return plan, runner, tokenizer
+
+
+def open_cache(plan: EnginePlan) -> CompileCache | None:
+    directory, device = plan.args.compile_cache_dir, plan.networks.placement.device
+    return open_compile_cache(directory, *plan.cache_facts, devices=[device])
+
+
+def compile_all(args: EngineArgs, runner: ModelRunner, *, on_use: bool = False) -> None:
+    """Compile all functions that serving dispatches; ``on_use`` is of ``ModelRunner.compile``."""
+    runner.compile(show_progress=args.shows_progress, on_use=on_use)
+    if args.disaggregation_mode is not None:
+        gives = args.disaggregation_mode == "prefill"
+        KVTransfer(runner).compile(gives=gives, show_progress=args.shows_progress)
 
 
 def make_controller(args: EngineArgs, runner: ModelRunner) -> TierController | None:

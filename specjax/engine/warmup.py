@@ -6,10 +6,9 @@ from typing import Any
 
 import jax
 
-from specjax.compiling.cache import open_compile_cache
 from specjax.compiling.pool import CompiledFunction
-from specjax.disaggregation.rows import KVTransfer
 from specjax.engine.args import EngineArgs
+from specjax.engine.build import compile_all, open_cache
 from specjax.engine.plan import plan_engine
 from specjax.runtime.runner import ModelRunner
 
@@ -72,23 +71,19 @@ def warm_up(args: EngineArgs) -> WarmUp:
     """
     started = time.perf_counter()
     plan = plan_engine(args)
-    device = plan.networks.placement.device
-    cache = open_compile_cache(args.compile_cache_dir, *plan.cache_facts, devices=[device])
+    cache = open_cache(plan)
     if cache is None:
         raise ValueError(
             "compiled functions cannot be stored in "
             f"compile_cache_dir={args.compile_cache_dir!r}; pass a folder that you own"
         )
     runner = ModelRunner(plan.networks, plan.config, cache)
-    runner.compile(show_progress=args.shows_progress)
-    if args.disaggregation_mode is not None:
-        gives = args.disaggregation_mode == "prefill"
-        KVTransfer(runner).compile(gives=gives, show_progress=args.shows_progress)
+    compile_all(args, runner)
     return WarmUp(
         folder=str(cache.path),
         functions=tuple(runner.compiled.report),
         seconds=time.perf_counter() - started,
         weight_bytes=plan.needs.weight_bytes,
         kv_bytes=plan.kv_bytes,
-        device=device.device_kind,
+        device=plan.networks.placement.device.device_kind,
     )
