@@ -263,8 +263,19 @@ class Engine:
             QueueFullError: if ``max_waiting_requests`` requests are already waiting.
             EngineFault: if the engine has failed.
         """
-        # every parameter above, by name
-        call = self.make_call(**{name: x for name, x in locals().items() if name != "self"})
+        call = self.make_call(
+            prompt,
+            sampling_params,
+            stream=stream,
+            input_ids=input_ids,
+            messages=messages,
+            rid=rid,
+            return_logprob=return_logprob,
+            top_logprobs_num=top_logprobs_num,
+            logprob_start_len=logprob_start_len,
+            return_hidden_states=return_hidden_states,
+            timeout=timeout,
+        )
         return self._loop.stream(call, owner=self) if stream else self._loop.wait(call)
 
     @wraps(generate, assigned=())
