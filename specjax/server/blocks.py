@@ -5,9 +5,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from specjax.scheduling.loop import Call
 from specjax.scheduling.request import new_id
 from specjax.server.answers import Answer, Result
+from specjax.server.conversation import Conversation
 from specjax.server.exchange import dump
+from specjax.server.fields import Body, client_names
+from specjax.server.service import Service
 from specjax.text.parts import TextParts
 from specjax.text.tool_formats import END as CALL_END
 from specjax.text.tool_formats import ToolCall
@@ -37,7 +41,6 @@ class BlocksAnswer(Answer):
     id: str
     model: str
     new_parts: Callable[[], TextParts]
-    num_prompt_tokens: int
     reasoning_end: int | None = None  # id of the token that ends the reasoning
     text_only = True
     wants_logprobs = False
@@ -140,6 +143,30 @@ class BlocksAnswer(Answer):
         if not any(block.kind == "reasoning" for block in self.blocks):
             return 0
         return ids.index(self.reasoning_end) + 1 if self.reasoning_end in ids else len(ids)
+
+
+def make_call(
+    service: Service,
+    body: Body,
+    model: str,
+    conversation: Conversation,
+    *,
+    id_prefix: str,
+    prompt: str,
+    names: dict[str, str],
+) -> tuple[Call, dict[str, Any]]:
+    """Make the engine's call for one answer; also return the fields of a :class:`BlocksAnswer`.
+
+    ``prompt`` is the field of the history, and ``names`` are the client's names of parameters.
+    """
+    is_stream, request_id = body.flag("stream"), f"{id_prefix}_{new_id()}"
+    with client_names(prompt, body.sources, **names):
+        call, new_parts = conversation.make_call(
+            body, request_id, is_stream=is_stream, is_separate=True
+        )
+    tags = service.engine.reasoning
+    end = None if tags is None else tags.end
+    return call, {"id": request_id, "model": model, "new_parts": new_parts, "reasoning_end": end}
 
 
 def event_bytes(event: Result) -> bytes:

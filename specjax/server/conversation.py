@@ -5,13 +5,13 @@ left of the body, with OpenAI's names of sampling parameters, to :meth:`Conversa
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import takewhile
 from typing import Any
 
-from specjax.checks import short
+from specjax.checks import ParameterError, short
 from specjax.engine.requests import encode_conversation
 from specjax.sampling.grammar import LAYOUT, OPTIONS
 from specjax.scheduling.loop import Call
@@ -69,6 +69,8 @@ class Conversation:
         encode = partial(encode_conversation, tokenizer, length, **self._variables)
         try:
             return encode(self._messages)
+        except ParameterError:  # the conversation is too long
+            raise
         except ValueError:
             # many templates refuse a system message that is not the first
             opening, *later_messages = self._messages
@@ -236,13 +238,31 @@ def make_message(where: str, message: Any) -> dict[str, Any]:
 
 
 def _text(where: str, content: Any) -> str:
-    if content is None or isinstance(content, str):
-        return content or ""
+    if content is None:
+        return ""
+    return "\n".join(texts_of(f"{where}.content", content, param=where))
+
+
+def texts_of(
+    where: str,
+    content: Any,
+    *,
+    param: str | None = None,
+    kinds: Collection[str] = ("text",),
+    noun: str = "part",
+) -> list[str]:
+    """The texts of a content, which is a string or a list of parts of these ``kinds``.
+
+    Raises ApiError if it is neither. ``param`` is the field to name, by default ``where``, and
+    ``noun`` is the API's word for a part.
+    """
+    param = where if param is None else param
+    if isinstance(content, str):
+        return [content]
     if not isinstance(content, list):
-        raise ApiError(400, f"{where}.content must be a string or a list of parts", param=where)
+        raise ApiError(400, f"{where} must be a string or a list of {noun}s", param=param)
     for item in content:
-        if get(item, "type") != "text" or not isinstance(item.get("text"), str):
-            kind = short(get(item, "type"))
-            message = f"{where}.content has a part of type {kind}; only text is supported"
-            raise ApiError(400, message, param=where)
-    return "\n".join(item["text"] for item in content)
+        if (kind := get(item, "type")) not in kinds or not isinstance(item.get("text"), str):
+            message = f"{where} has a {noun} of type {short(kind)}; only text is supported"
+            raise ApiError(400, message, param=param)
+    return [item["text"] for item in content]

@@ -195,7 +195,7 @@ class Body:
     def __init__(self, values: Mapping[str, Any]) -> None:
         absent = (None, _NULL)
         self._unread = {name: value for name, value in values.items() if value not in absent}
-        self.looked_up: set[str] = set()  # names that have been looked up
+        self.looked_up: set[str] = set()
         self.sources: dict[str, str] = {}  # parameters of the engine -> fields that set them
 
     def __contains__(self, name: str) -> bool:

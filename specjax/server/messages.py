@@ -7,12 +7,11 @@ from typing import Any
 
 import msgspec
 
-from specjax.checks import CONTEXT_EXCEEDED, short
+from specjax.checks import CONTEXT_EXCEEDED
 from specjax.scheduling.loop import Call
-from specjax.scheduling.request import new_id
 from specjax.server.answers import Result
-from specjax.server.blocks import Block, BlocksAnswer, event_bytes
-from specjax.server.conversation import Conversation, effort_variables, merge_system
+from specjax.server.blocks import Block, BlocksAnswer, event_bytes, make_call
+from specjax.server.conversation import Conversation, effort_variables, merge_system, texts_of
 from specjax.server.exchange import dump
 from specjax.server.fields import (
     SAMPLING,
@@ -62,23 +61,15 @@ def read_message(service: Service, body: Body) -> tuple[Call, "MessageAnswer"]:
     if body.take("n", 1) != 1:
         raise ApiError(400, "n is not supported: a message has one answer", param="n")
     body.put("stop", body.take("stop_sequences"))
-    is_stream, request_id = body.flag("stream"), f"msg_{new_id()}"
     names = {
         "stop": "stop_sequences",
         "response_format": "output_config.format",
         "thinking_token_budget": "thinking.budget_tokens",
     }
-    with client_names("messages", body.sources, **names):
-        call, new_parts = conversation.make_call(
-            body, request_id, is_stream=is_stream, is_separate=True
-        )
-    return call, MessageAnswer(
-        id=request_id,
-        model=model,
-        new_parts=new_parts,
-        num_prompt_tokens=len(call.requests[0].input_ids),
-        reasoning_end=None if tags is None else tags.end,
+    call, common = make_call(
+        service, body, model, conversation, id_prefix="msg", prompt="messages", names=names
     )
+    return call, MessageAnswer(**common, num_prompt_tokens=len(call.requests[0].input_ids))
 
 
 def count_tokens(service: Service, body: Body) -> bytes:
@@ -148,22 +139,16 @@ def read_tools(service: Service, tools: Any) -> Any:
     return functions
 
 
+def _texts(where: str, content: Any) -> list[str]:
+    return texts_of(f"{where}.content", content, param="messages", noun="block")
+
+
 def _system(system: Any) -> str:
     if system is None or isinstance(system, str):
         return system or ""
-    return "\n".join(text for text in _texts("system", system) if not text.startswith(BILLING))
-
-
-def _texts(where: str, blocks: Any) -> list[str]:
-    """The texts of a content: a string or a list of blocks of text."""
-    if isinstance(blocks, str):
-        return [blocks]
-    for block in blocks if isinstance(blocks, list) else [None]:
-        if get(block, "type") != "text" or not isinstance(get(block, "text"), str):
-            kind = short(get(block, "type"))
-            message = f"{where} has a block of type {kind}; only text is supported"
-            raise ApiError(400, message, param=where.partition("[")[0])
-    return [block["text"] for block in blocks]
+    return "\n".join(
+        text for text in texts_of("system", system, noun="block") if not text.startswith(BILLING)
+    )
 
 
 def _read_messages(messages: Any) -> list[dict[str, Any]]:
@@ -182,9 +167,8 @@ def _read_messages(messages: Any) -> list[dict[str, Any]]:
             converted = [{"role": role, "content": _system(content)}]
         else:
             raise ApiError(400, f"{where}.role must be user, assistant or system", param="messages")
-        if (
-            converted and plain and converted[0]["role"] == plain[-1]["role"] == "user"
-        ):  # they are one turn
+        # adjacent messages of the user are one turn
+        if converted and plain and converted[0]["role"] == plain[-1]["role"] == "user":
             plain[-1]["content"] += f"\n{converted.pop(0)['content']}"
         plain += converted
     if not plain:
@@ -203,10 +187,10 @@ def _user(where: str, content: Any) -> Iterator[dict[str, Any]]:
         if get(block, "type") != "tool_result":
             texts.append(block)
             continue
-        result = "\n".join(_texts(f"{where}.content", block.get("content") or []))
+        result = "\n".join(_texts(where, block.get("content") or []))
         yield {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": result}
     if texts:
-        yield {"role": "user", "content": "\n".join(_texts(f"{where}.content", texts))}
+        yield {"role": "user", "content": "\n".join(_texts(where, texts))}
 
 
 def _assistant(where: str, content: Any) -> dict[str, Any]:
@@ -228,13 +212,15 @@ def _assistant(where: str, content: Any) -> dict[str, Any]:
             message.setdefault("tool_calls", []).append(call)
         elif kind != "redacted_thinking":
             texts.append(block)
-    message["content"] = "".join(_texts(f"{where}.content", texts))
+    message["content"] = "".join(_texts(where, texts))
     return message
 
 
 @dataclass(eq=False, kw_only=True)
 class MessageAnswer(BlocksAnswer):
     """A message with blocks of content, and its events."""
+
+    num_prompt_tokens: int
 
     def response(self, meta: Result, num_reasoning: int) -> Result:
         content = [content_of(block) for block in self.blocks]

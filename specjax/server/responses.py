@@ -11,13 +11,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from specjax.checks import short
 from specjax.scheduling.loop import Call
-from specjax.scheduling.request import new_id
 from specjax.server.answers import Result
-from specjax.server.blocks import Block, BlocksAnswer, event_bytes
-from specjax.server.conversation import Conversation, effort_variables, make_message, merge_system
-from specjax.server.fields import ApiError, Body, bad_value, client_names, get
+from specjax.server.blocks import Block, BlocksAnswer, event_bytes, make_call
+from specjax.server.conversation import (
+    Conversation,
+    effort_variables,
+    make_message,
+    merge_system,
+    texts_of,
+)
+from specjax.server.fields import ApiError, Body, bad_value, get
 from specjax.server.service import Service
 
 _ENCRYPTED = "reasoning.encrypted_content"
@@ -67,19 +71,13 @@ def read_response(service: Service, body: Body) -> tuple[Call, "ResponseAnswer"]
     limit = body.take("max_output_tokens")
     body.put("max_tokens", limit)
     body.put("response_format", _response_format(get(fields["text"], "format")))
-    is_stream, request_id = body.flag("stream"), f"resp_{new_id()}"
     names = {"max_new_tokens": "max_output_tokens", "response_format": "text.format"}
-    with client_names("input", body.sources, **names):
-        call, new_parts = conversation.make_call(
-            body, request_id, is_stream=is_stream, is_separate=True
-        )
-    params, tags = call.requests[0].params, service.engine.reasoning
+    call, common = make_call(
+        service, body, model, conversation, id_prefix="resp", prompt="input", names=names
+    )
+    params = call.requests[0].params
     return call, ResponseAnswer(
-        id=request_id,
-        model=model,
-        new_parts=new_parts,
-        num_prompt_tokens=len(call.requests[0].input_ids),
-        reasoning_end=None if tags is None else tags.end,
+        **common,
         encrypts=_ENCRYPTED in include,
         request={
             "instructions": fields["instructions"],
@@ -188,16 +186,7 @@ def read_input(items: Any, instructions: Any = None) -> list[dict[str, Any]]:
 
 
 def _text(where: str, content: Any) -> str:
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise ApiError(400, f"{where} must have a string or a list of parts", param="input")
-    for item in content:
-        if get(item, "type") not in _TEXTS or not isinstance(item.get("text"), str):
-            kind = short(get(item, "type"))
-            message = f"{where} has a part of type {kind}; only text is supported"
-            raise ApiError(400, message, param="input")
-    return "\n".join(item["text"] for item in content)
+    return "\n".join(texts_of(where, content, param="input", kinds=_TEXTS))
 
 
 def _reasoning(item: dict[str, Any]) -> str:

@@ -345,7 +345,6 @@ def stub_answer() -> ResponseAnswer:
         id="resp_1",
         model="tiny",
         new_parts=partial(TextParts, tools=tools, may_reason=True),
-        num_prompt_tokens=9,
         request={},
     )
 
