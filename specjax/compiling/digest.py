@@ -6,29 +6,33 @@ from collections.abc import Iterable, Iterator
 from hashlib import sha256
 from importlib.metadata import packages_distributions, version
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 # digest of each package at its first use, and so of the code that this process runs
 _first_digests: dict[str, str] = {}
 
 
-def source_facts(kind: type) -> tuple[str, ...]:
+def source_facts(kind: Any) -> tuple[str, ...]:
     """Cache-key entries for a class outside specjax: names, versions and sources of its bases.
 
-    A package is digested as a whole at its first use in this process. If its sources cannot be read
-    or have changed since, the entries are unique, so other processes cannot share cached functions.
+    A function has those of itself. A package is digested as a whole at its first use in this
+    process. If its sources cannot be read or have changed since, the entries are unique, so other
+    processes cannot share cached functions.
     """
-    foreign = [base for base in kind.__mro__ if _top_of(base) not in _OWN]
+    bases = getattr(kind, "__mro__", (kind,))
+    foreign = [base for base in bases if _top_of(base) not in _OWN]
     if _top_of(kind) in sys.stdlib_module_names:  # made by exec or make_dataclass
         return (uuid4().hex,)
     names = (f"{base.__module__}.{base.__qualname__}" for base in foreign)
     return (*names, *(facts_of_package(top) for top in sorted({_top_of(base) for base in foreign})))
 
 
-_OWN = {"specjax", *sys.stdlib_module_names} - {"__main__"}
+# flax is in the key with its version
+_OWN = {"specjax", "flax", *sys.stdlib_module_names} - {"__main__"}
 
 
-def _top_of(kind: type) -> str:
+def _top_of(kind: Any) -> str:
     return kind.__module__.partition(".")[0]
 
 

@@ -57,7 +57,8 @@ class EnginePlan:
         nets = self.networks
         kinds = [registry.layer_kinds(model) for model in nets.models]
         models = nets.target_config, nets.draft_config, kinds
-        facts = self.config.algorithm.cache_facts()
+        modules = [fact for model in nets.models for fact in registry.cache_facts(model)]
+        facts = *modules, *self.config.algorithm.cache_facts()
         device = f"{nets.placement.device.device_kind} {nets.placement.device.id}"
         return (*models, self.config, device, *facts)
 

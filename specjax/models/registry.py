@@ -6,6 +6,7 @@ from dataclasses import replace
 import jax
 
 from specjax.checks import refused
+from specjax.compiling.digest import source_facts
 from specjax.config import ModelConfig
 from specjax.models.family import Family
 from specjax.models.gemma import GEMMA, GEMMA2, GEMMA3
@@ -86,3 +87,10 @@ def layer_kinds(config: ModelConfig, implementation: str | None = None) -> tuple
         replace(kind, implementation=implementation, exponents=pair)
         for kind, pair in zip(kinds, exponents, strict=True)
     )
+
+
+def cache_facts(config: ModelConfig) -> tuple[str, ...]:
+    """Cache-key entries for the modules of layers that other packages define."""
+    modules = [m for kind in layer_kinds(config) for m in (kind.mixer, kind.feed_forward)]
+    classes = {getattr(module, "func", module) for module in modules}  # of partial functions
+    return tuple(sorted({fact for each in classes for fact in source_facts(each)}))

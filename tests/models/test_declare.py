@@ -1,6 +1,8 @@
 """Declarations of weights, and the feed-forward of docs/models.md that makes its own."""
 
+import importlib
 import re
+import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,6 +15,7 @@ import pytest
 from flax import nnx
 
 from specjax.checkpoints.tensors import TensorInfo, TensorSource, make_weight
+from specjax.compiling.digest import facts_of_package
 from specjax.config import Quantization
 from specjax.models import registry
 from specjax.models.declare import Cache, pool_layers, pool_shapes, pool_windows, weight
@@ -88,6 +91,22 @@ def test_another_mixer_replaces_attention(monkeypatch: pytest.MonkeyPatch) -> No
     normed = x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + TARGET.rms_norm_eps)
     np.testing.assert_allclose(middle, x + 3.0 * normed, rtol=1e-5)
     assert kv == "kv"
+
+
+@pytest.mark.parametrize("wraps", [lambda make: make, partial], ids=["class", "partial"])
+def test_compiled_functions_depend_on_the_sources_of_a_mixer(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, wraps: Any
+) -> None:
+    (tmp_path / "mixers.py").write_text("class Mixer:\n    pass\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "mixers", raising=False)
+    mixer = importlib.import_module("mixers").Mixer
+    assert registry.cache_facts(TARGET) == ()
+    family = replace(registry.FAMILIES["llama"], layers=partial(alike, mixer=wraps(mixer)))
+    monkeypatch.setitem(registry.FAMILIES, "llama", family)
+    name, package = sorted(registry.cache_facts(TARGET), key=len)
+    assert name == "mixers.Mixer"
+    assert package == facts_of_package("mixers")
 
 
 def test_a_mesh_may_cut_matrices_between_heads() -> None:
