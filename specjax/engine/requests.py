@@ -3,6 +3,7 @@
 import math
 import threading
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -221,14 +222,15 @@ class RequestFactory:
             )
             for i in range(count)
         ]
-        grammars = [self._grammar(arg.sampling_params, arg.input_ids) for arg in arguments]
-        requests = [
-            self._request(
-                arg if n == 1 else replace(arg, rid=f"{arg.rid}_{sample}"), sample, grammar
-            )
-            for arg, grammar in zip(arguments, grammars, strict=True)
-            for sample in range(n)
-        ]
+        with ExitStack() as on_error:
+            requests = []
+            for arg in arguments:
+                if (grammar := self._grammar(arg.sampling_params, arg.input_ids)) is not None:
+                    on_error.callback(grammar.close)
+                for sample in range(n):
+                    named = arg if n == 1 else replace(arg, rid=f"{arg.rid}_{sample}")
+                    requests.append(self._request(named, sample, grammar))
+            on_error.pop_all()
         groups = [name for name in rids for _ in range(n)]
         return Call(requests, groups=groups, is_batch=is_batch or n > 1, is_stream=stream)
 

@@ -9,7 +9,7 @@ import sys
 import time
 from array import array
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -33,6 +33,7 @@ class Grammar:
     job: dict[str, Any]
     mask: np.ndarray | None
     checked: "RequestGrammar | None" = None  # it has the process of the check
+    _requests: "list[RequestGrammar]" = field(default_factory=list)
 
     def request(self) -> "RequestGrammar":
         """The grammar of a new request."""
@@ -41,7 +42,14 @@ class Grammar:
             request = RequestGrammar(self.processes, self.job, self.mask)
             if self.processes.has_room and not self.job["niceness"]:
                 request.start([])
+        self._requests.append(request)
         return request
+
+    def close(self) -> None:
+        """End the processes of the check and of all requests."""
+        for request in (self.checked, *self._requests):
+            if request is not None:
+                request.close()
 
 
 class RequestGrammar:
@@ -145,6 +153,8 @@ class RequestGrammar:
             if self._process.has_answer(seconds):
                 self.answer, self.is_busy = self._process.receive(), False
                 self.is_slow = self.answer.is_slow
+                if self.answer.error:  # an exception may hold this object for long
+                    self.close()
         except (EOFError, OSError):
             self._fail(DIED)
 

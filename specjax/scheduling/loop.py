@@ -290,6 +290,9 @@ class EngineLoop:
         finally:
             if not call.is_over:
                 self.abort(call)
+            else:
+                for request in call.requests:
+                    request.close()
 
     def check_process(self) -> None:
         """Raise RuntimeError in a forked process, which lacks the thread and would wait forever."""

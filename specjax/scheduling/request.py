@@ -302,8 +302,12 @@ class Request:
         if not self.is_finished:
             self.finish_reason = reason
             self.ended_time = self.clock()
-            if self.constraint is not None:
-                self.constraint.close()
+            self.close()
+
+    def close(self) -> None:
+        """End the process of the grammar, also if the request was refused."""
+        if self.constraint is not None:
+            self.constraint.close()
 
     def fail(self) -> None:
         """Stop decoding text after a decoding error; keep the text so far."""

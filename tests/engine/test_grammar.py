@@ -316,6 +316,18 @@ def test_refusals(engine: Engine, params: dict[str, Any], message: str) -> None:
         engine.generate(input_ids=PROMPT, sampling_params=params)
 
 
+def test_a_refused_call_leaves_no_process(engine: Engine) -> None:
+    """The first input is right, and its grammar has a process when the second is refused."""
+    assert engine._factory._grammars is not None
+    processes = engine._factory._grammars.processes
+    for number, wrong in enumerate(({"regex": "("}, {"stop_token_ids": [10**6]})):
+        params = [{"regex": f"a{{{number + 1}}}"}, wrong]
+        with pytest.raises(ValueError, match=r"regex|stop_token_ids") as refusal:
+            engine.generate(input_ids=[PROMPT, PROMPT], sampling_params=params)
+        assert len(processes._processes) == len(processes._idle)
+        assert refusal.value.__traceback__ is not None  # and with it all that the call had
+
+
 def test_an_engine_without_grammars_refuses_them(base_engine: Engine) -> None:
     with pytest.raises(ValueError, match="regex='a' needs the engine option grammar_backend='llg"):
         base_engine.generate(input_ids=PROMPT, sampling_params={"regex": "a"})

@@ -124,6 +124,15 @@ def test_work_ends_when_its_caller_leaves(grammars: Grammars) -> None:
     assert len(grammars.processes._processes) == len(grammars.processes._idle)
 
 
+def test_errors_that_are_kept_hold_no_process(grammars: Grammars) -> None:
+    """Tracebacks may live until the garbage collector runs."""
+    processes = grammars.processes
+    with pytest.raises(ParameterError) as refusal:
+        grammars.check("regex", "(")
+    assert len(processes._processes) == len(processes._idle)
+    assert refusal.value.__traceback__ is not None
+
+
 def test_a_request_follows_its_text(grammars: Grammars) -> None:
     request = grammars.check("regex", "a[bc](d|ef)").request()
     assert request.prepare([], 0)
