@@ -38,6 +38,7 @@ class CompiledFunction:
     num_bytes: int | None  # size of its entry on disk; ``None`` if it is not stored
     argument_bytes: int  # device memory of its arguments
     temp_bytes: int  # temporary device memory while it runs
+    output_bytes: int  # device memory of results that do not replace arguments
 
 
 def usable_cores(quota_file: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
@@ -92,6 +93,15 @@ class CompilePool(dict[Hashable, Compiled]):
         label = " ".join(map(str, key)) if isinstance(key, tuple) else str(key)
         self._jobs[key] = _Job(key, label, function, tuple(arguments), compiler_options)
 
+    @property
+    def temporary_bytes(self) -> int:
+        """Device memory that any function needs besides state, with results of another one.
+
+        The second call of a round takes the logits that the first one returns.
+        """
+        temporary = max((function.temp_bytes for function in self.report), default=0)
+        return temporary + max((function.output_bytes for function in self.report), default=0)
+
     def has(self, key: Hashable) -> bool:
         """Whether a function is compiled, or added to be compiled."""
         return key in self or key in self._jobs
@@ -120,8 +130,11 @@ class CompilePool(dict[Hashable, Compiled]):
             job: _Job, compiled: Compiled, num_bytes: int | None, began: float, *, is_hit: bool
         ) -> None:
             facts = job.label, is_hit, time.perf_counter() - began, num_bytes
-            analysis, kinds = compiled.memory_analysis(), ("argument", "temp")
-            memory = (int(getattr(analysis, f"{kind}_size_in_bytes", 0)) for kind in kinds)
+            analysis, kinds = compiled.memory_analysis(), ("argument", "temp", "output", "alias")
+            arguments, temporary, results, replaced = (
+                int(getattr(analysis, f"{kind}_size_in_bytes", 0)) for kind in kinds
+            )
+            memory = arguments, temporary, results - replaced
             done[job.key] = CompiledFunction(*facts, *memory)
             self[job.key] = compiled
             bar.set_postfix_str(f"{job.label}{' (cached)' if is_hit else ''}")

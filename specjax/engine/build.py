@@ -1,5 +1,6 @@
 """Build the device side of an engine from its plan: compile and load."""
 
+import logging
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
@@ -21,6 +22,8 @@ from specjax.runtime.runner_config import device_memory
 from specjax.runtime.timing import round_seconds
 from specjax.text.chat_template import start_renderer
 from specjax.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 
 def build_engine(
@@ -45,13 +48,12 @@ def build_engine(
     if args.load_format != "dummy":
         for checkpoint in (plan.target, *plan.drafts):
             checkpoint.check_weights()  # before compiling, which may take minutes
-    runner = ModelRunner(plan.networks, plan.config, open_cache(plan))
     with ThreadPoolExecutor(1) as executor:
         loading = executor.submit(load_weights, plan, shared)
         tokenizer = None if args.skip_tokenizer_init else plan.target.load_tokenizer()
         if tokenizer is not None and tokenizer.chat_template is not None:
             start_renderer()
-        compile_all(args, runner, on_use=compile_on_use)
+        plan, runner = compile_plan(plan, on_use=compile_on_use)
         try:
             runner.load(*loading.result())
         except jax.errors.JaxRuntimeError as error:
@@ -72,12 +74,30 @@ def open_cache(plan: EnginePlan) -> CompileCache | None:
     return open_compile_cache(directory, *plan.cache_facts, devices=[device])
 
 
-def compile_all(args: EngineArgs, runner: ModelRunner, *, on_use: bool = False) -> None:
-    """Compile all functions that serving dispatches; ``on_use`` is of ``ModelRunner.compile``."""
+def compile_plan(plan: EnginePlan, *, on_use: bool = False) -> tuple[EnginePlan, ModelRunner]:
+    """Compile all functions that serving dispatches; ``on_use`` is of ``ModelRunner.compile``.
+
+    Return the plan with their temporary memory. If the KV pools would not leave enough of it, the
+    plan has fewer pages, for which the functions are compiled again. Raises ValueError if
+    no page or not ``max_total_tokens`` fit.
+    """
+    plan.announce()
+    runner = _compiled(plan, on_use=on_use)
+    fitted = plan.fitted(runner.compiled.temporary_bytes)
+    if fitted.config != plan.config:
+        fitted.announce()
+        runner = _compiled(fitted, on_use=on_use)
+    logger.info("temporary memory: %.2f GB", fitted.needs.temporary_bytes / 1e9)
+    return fitted, runner
+
+
+def _compiled(plan: EnginePlan, *, on_use: bool) -> ModelRunner:
+    args, runner = plan.args, ModelRunner(plan.networks, plan.config, open_cache(plan))
     runner.compile(show_progress=args.shows_progress, on_use=on_use)
     if args.disaggregation_mode is not None:
         gives = args.disaggregation_mode == "prefill"
         KVTransfer(runner).compile(gives=gives, show_progress=args.shows_progress)
+    return runner
 
 
 def make_controller(args: EngineArgs, runner: ModelRunner) -> TierController | None:

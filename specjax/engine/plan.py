@@ -62,6 +62,18 @@ class EnginePlan:
         device = f"{nets.placement.device.device_kind} {nets.placement.device.id}"
         return (*models, self.config, device, *facts)
 
+    def fitted(self, temporary_bytes: int) -> "EnginePlan":
+        """Return a plan with as many pages as the temporary memory of functions permits."""
+        config, needs = decide_pages(self.args, self.networks, self.config, temporary_bytes)
+        return replace(self, config=config, needs=needs)
+
+    def announce(self) -> None:
+        """Log the lines of :meth:`describe`, and print them if the log does not show them."""
+        for line in self.describe():
+            logger.info(line)
+            if self.args.shows_progress and not logger.isEnabledFor(logging.INFO):
+                print(line, file=sys.stderr)
+
     def describe(self) -> list[str]:
         """Describe drafts, sizes and memory in lines for the log and the terminal."""
         config, largest, target = self.config, self.config.largest, self.target
@@ -91,7 +103,7 @@ class EnginePlan:
             f"{target.name} ({weights}) on {kind}: weights "
             f"{self.needs.weight_bytes / 1e9:.2f} GB, KV {self.kv_bytes / 1e9:.2f} GB{kv}: "
             f"{config.num_pages - 1} pages of {config.page_size} tokens, {config.max_total_tokens} "
-            f"tokens{windows}; temporary memory up to {self.needs.temporary_bytes / 1e9:.2f} GB",
+            f"tokens{windows}",
         ]
 
 
@@ -101,6 +113,41 @@ def open_drafts(args: EngineArgs, target: TargetCheckpoint, draft: Any) -> tuple
         opened.quantised_draft(args.quantization, rounds_activations=args.quantize_activations)
         for opened in args.algorithm.open_draft(args, target, draft)
     )
+
+
+def splits_pools(args: EngineArgs) -> bool:
+    """Whether layers with windows may have pools of their own: KV is sent from a single pool."""
+    return args.disaggregation_mode is None
+
+
+def decide_pages(
+    args: EngineArgs, networks: Networks, config: sizing.RunnerConfig, temporary_bytes: int = 0
+) -> tuple[sizing.RunnerConfig, sizing.MemoryNeeds]:
+    """Return ``config`` with the number of pages of each pool, and the memory that it needs.
+
+    ``temporary_bytes`` of memory stay free while functions run.
+    """
+    memory = sizing.device_memory(networks.placement.device) // MEMORY_GRANULE * MEMORY_GRANULE
+    transit_tokens = TRANSIT_TOKENS if args.disaggregation_mode == "decode" else 0
+    window_pages = sizing.window_pages(networks.target.caches, config) if splits_pools(args) else ()
+    for pools in (window_pages, ()):
+        config = replace(config, window_pages=pools)
+        needs = sizing.memory_needs(networks, config, temporary_bytes, transit_tokens)
+        try:
+            num_pages = sizing.plan_pages(
+                needs,
+                config,
+                memory=memory,
+                max_total_tokens=args.max_total_tokens,
+                mem_fraction_static=args.mem_fraction_static,
+            )
+        except ValueError:
+            if not pools:
+                raise
+            continue
+        if all(num_pages > count for _, count in pools):  # otherwise, a split would save nothing
+            break
+    return replace(config, num_pages=num_pages), needs
 
 
 def plan_engine(args: EngineArgs) -> EnginePlan:
@@ -130,13 +177,12 @@ def plan_engine(args: EngineArgs) -> EnginePlan:
     networks = args.algorithm.networks(*served, deterministic=deterministic, placement=placement)
     for text in (x for model in networks.configs for x in kv_format.warnings(model, device)):
         logger.warning(text)
-    splits = args.disaggregation_mode is None  # KV is sent from a single pool
     slots = args.max_running_requests or (4 if on_cpu else 32)
     mixed, most = sizing.prefill_tokens(
         args.chunked_prefill_size,
         context_length,
         slots,
-        max(pool_windows(networks.target.caches), default=0) if splits else 0,
+        max(pool_windows(networks.target.caches), default=0) if splits_pools(args) else 0,
         on_cpu=on_cpu,
     )
     smallest = sizing.smallest_bucket(
@@ -167,30 +213,5 @@ def plan_engine(args: EngineArgs) -> EnginePlan:
         deterministic=deterministic,
         has_grammars=args.grammar_backend is not None,
     )
-    memory = sizing.device_memory(placement.device) // MEMORY_GRANULE * MEMORY_GRANULE
-    transit_tokens = TRANSIT_TOKENS if args.disaggregation_mode == "decode" else 0
-    window_pages = sizing.window_pages(networks.target.caches, config) if splits else ()
-    for pools in (window_pages, ()):
-        config = replace(config, window_pages=pools)
-        needs = sizing.memory_needs(networks, config, transit_tokens)
-        try:
-            num_pages = sizing.plan_pages(
-                needs,
-                config,
-                memory=memory,
-                max_total_tokens=args.max_total_tokens,
-                mem_fraction_static=args.mem_fraction_static,
-            )
-        except ValueError:
-            if not pools:
-                raise
-            continue
-        if all(num_pages > count for _, count in pools):  # otherwise, a split would save nothing
-            break
-    config = replace(config, num_pages=num_pages)
-    plan = EnginePlan(args, target, drafts, networks, needs, config, context_length)
-    for line in plan.describe():
-        logger.info(line)
-        if args.shows_progress and not logger.isEnabledFor(logging.INFO):
-            print(line, file=sys.stderr)
-    return plan
+    config, needs = decide_pages(args, networks, config)
+    return EnginePlan(args, target, drafts, networks, needs, config, context_length)

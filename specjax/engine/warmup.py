@@ -8,9 +8,8 @@ import jax
 
 from specjax.compiling.pool import CompiledFunction
 from specjax.engine.args import EngineArgs
-from specjax.engine.build import compile_all, open_cache
+from specjax.engine.build import compile_plan, open_cache
 from specjax.engine.plan import plan_engine
-from specjax.runtime.runner import ModelRunner
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,8 +76,7 @@ def warm_up(args: EngineArgs) -> WarmUp:
             "compiled functions cannot be stored in "
             f"compile_cache_dir={args.compile_cache_dir!r}; pass a folder that you own"
         )
-    runner = ModelRunner(plan.networks, plan.config, cache)
-    compile_all(args, runner)
+    plan, runner = compile_plan(plan)
     return WarmUp(
         folder=str(cache.path),
         functions=tuple(runner.compiled.report),

@@ -9,15 +9,11 @@ from typing import Any, NamedTuple
 
 import jax
 
-from specjax.config import TransformerConfig
 from specjax.kernels.backend import resolve
-from specjax.kernels.dot import num_parts
-from specjax.kernels.invariant_attention import BLOCK, ENOUGH_PROGRAMS
 from specjax.kv.holding import KVWrites
 from specjax.kv.window_pages import pages_wanted
 from specjax.models.declare import Cache, pool_shapes, pool_windows
 from specjax.models.flat import Networks
-from specjax.models.weights import MAX_FUSED_ROWS
 from specjax.sampling.accept_draws import COUPLED, Acceptance
 from specjax.speculative.algorithm import SpeculativeAlgorithm, StateSizes
 from specjax.types import DraftShape
@@ -150,42 +146,30 @@ MAX_LOGPROB_ROWS = 512
 # fraction of memory for weights and KV; activations, and on a CPU other processes, use the rest
 DEFAULT_MEM_FRACTION, DEFAULT_MEM_FRACTION_CPU = 0.85, 0.5
 
-# Number of float32 logits arrays that are live at the same time. A round holds the target's logits
-# before and after penalties and temperature. Without sampling kernels, it also holds noise and
-# filtered values. A one-pass drafter holds logits, noise and probabilities. A prefill has few rows
-# of logits, but its output head accumulates partial sums.
-ROUND_LOGITS, ROUND_LOGITS_CPU, DRAFT_LOGITS, PREFILL_LOGITS = 2, 6, 3, 6
-# added if acceptance needs probabilities: those of both models, the residual and its logarithm
-ACCEPT_LOGITS = 4
-# bytes per context token that penalties count: its id twice, and the indices for two scatters
-HISTORY_BYTES = 32
-# bytes for the partial sums in products with few rows
-PARTIAL_SUMS = 2**27
-
 
 class MemoryNeeds(NamedTuple):
     """The device memory of a runner in bytes."""
 
     weight_bytes: int  # weights, and state whose size does not depend on the KV pool
     token_bytes: int  # state per token in the KV pool
-    temporary_bytes: int  # upper bound while a function runs and KV arrives from a prefill worker
+    temporary_bytes: int  # while a function runs and KV arrives from a prefill worker
     # KV pools of the layers with windows, if they have their own
     window_bytes: int = 0
 
 
-def memory_needs(networks: Networks, config: RunnerConfig, transit_tokens: int = 0) -> MemoryNeeds:
-    """Estimate the memory of a runner that receives KV of ``transit_tokens`` while functions run.
+def memory_needs(
+    networks: Networks, config: RunnerConfig, temporary_bytes: int = 0, transit_tokens: int = 0
+) -> MemoryNeeds:
+    """Compute the memory of a runner that receives KV of ``transit_tokens`` while functions run.
 
-    ``config.num_pages`` is ignored.
+    ``temporary_bytes`` are those of its compiled functions, which do not depend on the number of
+    pages. ``config.num_pages`` is ignored.
     """
     single, double = (_state_bytes(networks, config, num_kv) for num_kv in (1, 2))
     token_bytes = double - single
     window_bytes = tree_bytes(pool_shapes(networks.target.caches, (0, *config.num_kv[1:])))
-    num_features = len(config.algorithm.feature_layers(networks))
-    # the draft may be wider than the target
-    temporary = max(temporary_bytes(model, config, num_features) for model in networks.configs)
     fixed = networks.weight_bytes + single - token_bytes - window_bytes
-    temporary += transit_tokens * token_bytes
+    temporary = temporary_bytes + transit_tokens * token_bytes
     return MemoryNeeds(fixed, token_bytes, temporary, window_bytes)
 
 
@@ -262,93 +246,6 @@ def plan_pages(
                 "mem_fraction_static"
             )
     return num_pages
-
-
-def temporary_bytes(model: TransformerConfig, config: RunnerConfig, num_features: int) -> int:
-    """Upper bound of the memory that any round or prefill needs besides weights and state.
-
-    Outputs of ``num_features`` target layers are kept. XLA uses 0.93 to 1.25 GB of the 1.18 to 1.31
-    GB planned (Llama-3.1-8B shape, three drafts, 8 to 256 slots); CPUs need more for attention.
-    """
-    prefills = (_prefill_bytes(model, config, n, num_features) for n in config.prefill_buckets)
-    rounds = (_round_bytes(model, config, *pair, num_features) for pair in config.rounds)
-    total = PARTIAL_SUMS + max((*prefills, *rounds))
-    if config.has_grammars:  # logits between the two calls of a round
-        rows = (batch * shape.nodes for shape, batch in config.rounds)
-        total += 4 * model.vocab_size * max(rows, default=0)
-    return total + _deterministic_bytes(model, config) if config.deterministic else total
-
-
-def _deterministic_bytes(model: TransformerConfig, config: RunnerConfig) -> int:
-    """Float32 partial sums of one product of a prefill, and attention's of one layer of a round."""
-    size, inner = model.hidden_size, model.intermediate_size
-    heads = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
-    sums = max(num_parts(a, b) * b for a, b in ((size, heads), (size, size), (inner, size)))
-    rows = (
-        batch * shape.nodes * model.num_heads
-        for shape, batch in config.rounds
-        if batch * model.num_kv_heads < ENOUGH_PROGRAMS
-    )
-    most_rows = max(rows, default=0)
-    blocks = config.context // BLOCK + 1
-    return 4 * (config.prefill_buckets[-1] * sums + most_rows * blocks * (model.head_dim + 2))
-
-
-def _activations(model: TransformerConfig, rows: int, num_features: int) -> int:
-    """Activation bytes in a layer: gate, up, their product, residual stream, draft features."""
-    width = 3 * model.intermediate_size + (2 + num_features) * model.hidden_size
-    return rows * width * model.dtypes.activations.itemsize
-
-
-def _round_bytes(
-    model: TransformerConfig, config: RunnerConfig, shape: DraftShape, batch: int, num_features: int
-) -> int:
-    in_one_pass = config.algorithm.supports_target_verify_for_draft() or shape.block > 0
-    rows, width = batch * shape.nodes, max(shape.nodes, shape.steps + 1)
-    drafted = batch * (width if in_one_pass else shape.topk)
-    copies = ROUND_LOGITS if config.on_gpu else ROUND_LOGITS_CPU
-    copies += 0 if config.acceptance.is_coupled else ACCEPT_LOGITS
-    rows = copies * rows + batch * shape.packed
-    logits = max(rows, DRAFT_LOGITS * drafted) * model.vocab_size * 4
-    if batch * max(shape.nodes, shape.block) > MAX_FUSED_ROWS or not config.on_gpu:
-        logits += max(_converted_bytes(model))
-    history = HISTORY_BYTES * batch * config.context
-    drafting = config.algorithm.draft_bytes(batch, config.context, shape)
-    activations = _activations(model, batch * max(shape.nodes, shape.block), num_features)
-    return logits + activations + max(history, drafting)
-
-
-def _prefill_bytes(
-    model: TransformerConfig, config: RunnerConfig, width: int, num_features: int
-) -> int:
-    chunks, largest = config.max_chunks(width), config.largest
-    # a P-EAGLE head drafts the whole chain after a prompt; block drafters draft only in rounds
-    drafts_all = largest.block > 0 and not config.algorithm.supports_target_verify_for_draft()
-    drafted = largest.depth if drafts_all else 0
-    copies = max(PREFILL_LOGITS, (DRAFT_LOGITS if config.on_gpu else ROUND_LOGITS_CPU) * drafted)
-    logits = chunks * (copies * model.vocab_size * 4 + HISTORY_BYTES * config.context)
-    dtypes = model.dtypes
-    features = width * (1 + num_features) * model.hidden_size * dtypes.activations.itemsize
-    if width in config.logprob_buckets:  # every row has logits
-        logits += (1 if config.on_gpu else 2) * width * model.vocab_size * 4
-    activations = _activations(model, max(width, chunks * drafted), num_features)
-    rounds = dtypes.quantization is not None and dtypes.quantization.rounds_activations
-    if rounds or width > MAX_FUSED_ROWS or not config.on_gpu:
-        mlp, head = _converted_bytes(model)
-        activations, logits = activations + mlp, logits + head
-    return max(activations, features + logits)
-
-
-def _converted_bytes(model: TransformerConfig) -> tuple[int, int]:
-    """Memory of the MLP's largest matrix and of the output head if XLA converts them.
-
-    It converts quantised matrices one by one, unless the kernels of products do.
-    """
-    if (format := model.dtypes.quantization) is None:
-        return 0, 0
-    column = model.hidden_size * model.dtypes.activations.itemsize
-    head = 0 if "lm_head" in format.plain else model.vocab_size
-    return column * 2 * model.intermediate_size, column * head
 
 
 # On a GPU, XLA computes products of one row with a matrix-vector path, which launches more kernels.

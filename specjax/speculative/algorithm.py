@@ -123,10 +123,7 @@ class CommonAlgorithm:
         return self.name == "DSPARK"
 
     def supports_target_verify_for_draft(self) -> bool:
-        """Whether drafting runs the draft network once over all T rows, like a verify pass.
-
-        Only the memory planner reads this: such a pass holds the logits of all rows at once.
-        """
+        """Whether drafting runs the draft network once over all T rows, like a verify pass."""
         return self.is_dflash() or self.is_dspark()
 
     def create_future_map(
@@ -330,10 +327,6 @@ class SpeculativeAlgorithm(CommonAlgorithm, ABC):
     @property
     def lookahead(self) -> int:
         """Number of later tokens on which a position's state depends; in the prefix-cache key."""
-        return 0
-
-    def draft_bytes(self, batch: int, context: int, shape: DraftShape) -> int:
-        """Upper bound in bytes of the device memory that ``propose`` needs apart from logits."""
         return 0
 
     def adaptive_unsupported_reason(self, args: Any) -> str | None:

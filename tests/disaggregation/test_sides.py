@@ -486,7 +486,7 @@ def test_few_pieces_are_on_the_device_before_they_are_taken(pair, monkeypatch, e
 
 
 def test_kv_in_transit_is_in_the_memory_plan(pair, alone):
-    ours, theirs = pair._plan.needs, alone._plan.needs
+    ours, theirs = pair._plan.fitted(0).needs, alone._plan.fitted(0).needs
     transit_bytes = MOST_PIECES * MOST_TOKENS * ours.token_bytes
     assert ours.temporary_bytes == theirs.temporary_bytes + transit_bytes
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -131,6 +132,46 @@ def test_a_plan_does_not_follow_small_changes_of_memory(files, monkeypatch, extr
     assert plan_engine(args).config == planned.config
     monkeypatch.setattr(plan.sizing, "device_memory", lambda _: 2 * plan.MEMORY_GRANULE)
     assert plan_engine(args).config.num_pages > planned.config.num_pages
+
+
+def compiled_with(monkeypatch, temporary_bytes: int) -> list[Any]:
+    """Let all functions need this much memory without compiling them; return their plans."""
+    plans: list[Any] = []
+
+    def compiled(planned: Any, **_: Any) -> Any:
+        plans.append(planned)
+        pool = SimpleNamespace(temporary_bytes=temporary_bytes)
+        return SimpleNamespace(compiled=pool, config=planned.config)
+
+    monkeypatch.setattr(build, "_compiled", compiled)
+    monkeypatch.setattr(plan.sizing, "device_memory", lambda _: plan.MEMORY_GRANULE)
+    return plans
+
+
+@pytest.mark.parametrize(("share", "times"), [(0.0, 1), (0.49, 1), (0.6, 2), (0.9, 2)])
+def test_a_pool_leaves_the_memory_that_functions_need(files, monkeypatch, share, times) -> None:
+    """On a CPU, weights and KV take half of the memory, or less if functions need the rest."""
+    args = EngineArgs(**options(files, max_running_requests=2**12, batch_buckets=[2**12]))
+    plans = compiled_with(monkeypatch, int(share * plan.MEMORY_GRANULE))
+    fitted, runner = build.compile_plan(plan_engine(args))
+    assert len(plans) == times
+    assert runner.config == fitted.config == plans[-1].config
+    needs = fitted.needs
+    free = plan.MEMORY_GRANULE - needs.weight_bytes - fitted.kv_bytes - needs.temporary_bytes
+    assert free >= 0
+    if times == 2:
+        assert free < fitted.config.page_size * needs.token_bytes
+
+
+def test_tokens_that_leave_too_little_memory_are_refused(files, monkeypatch) -> None:
+    args = EngineArgs(**options(files, max_total_tokens=2**10))
+    compiled_with(monkeypatch, plan.MEMORY_GRANULE)
+    with pytest.raises(ValueError, match="no KV page fits"):
+        build.compile_plan(plan_engine(args))
+    needs = plan_engine(args).needs
+    compiled_with(monkeypatch, plan.MEMORY_GRANULE - needs.weight_bytes - 2**9 * needs.token_bytes)
+    with pytest.raises(ValueError, match=r"max_total_tokens=1024 .* lower max_total_tokens"):
+        build.compile_plan(plan_engine(args))
 
 
 def command(files: Path, *extra: str) -> list[str]:

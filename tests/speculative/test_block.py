@@ -12,7 +12,6 @@ import pytest
 from specjax.engine.args import EngineArgs
 from specjax.engine.plan import plan_engine
 from specjax.runtime.runner import ModelRunner
-from specjax.runtime.runner_config import temporary_bytes
 from specjax.sampling.params import SamplingParams
 from specjax.speculative.block import DFLASH, DSPARK
 from specjax.testing import TARGET, Job, dense_decode, random_weights
@@ -154,18 +153,6 @@ def test_the_block_does_not_depend_on_the_rows_that_are_verified(runner: ModelRu
         ((found[tier.steps], _),) = rounds_of(runner, [tier])
         runner.clear_slot(1)
     assert found[4][:2] == found[2]
-
-
-def test_only_verified_rows_have_logits(runner: ModelRunner) -> None:
-    """The memory plan has the activations of the block, and logits of the verified rows."""
-    plans = {}
-    for tier in runner.config.shapes[1:]:
-        config = replace(runner.config, implementation="pallas", shapes=(tier,))
-        plans[tier.steps] = temporary_bytes(TARGET, config, 2)
-    assert plans[4] - plans[2] >= 2 * 4 * TARGET.vocab_size * 4
-    chain = replace(config, shapes=(DraftShape(4, 1, 5),))
-    grows = temporary_bytes(TARGET, config, 2) - temporary_bytes(TARGET, chain, 2)
-    assert (grows > 0) == (config.largest.block > 5)
 
 
 def planned(files: Any, draft: Path, **options: Any) -> tuple[DraftShape, ...]:
