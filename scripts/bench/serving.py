@@ -71,7 +71,13 @@ PROCESSES, LEAD = 8, 0.5  # LEAD: seconds until the clients of all processes sta
 ENGINE_OPTIONS = ("load_format", "skip_tokenizer_init", "simulate_accept_length", "overlap")
 ENGINE_OPTIONS += ("disable_radix_cache",)
 OPENAI_NAMES = {"max_new_tokens": "max_tokens", "sampling_seed": "seed"}
-LATENCIES = {"ttft_ms": "TTFT", "chunk_ms": "chunk gap", "itl_ms": "token gap", "e2e_ms": "E2E"}
+LATENCIES = {
+    "ttft_ms": "TTFT",
+    "tpot_ms": "TPOT",
+    "chunk_ms": "chunk gap",
+    "itl_ms": "token gap",
+    "e2e_ms": "E2E",
+}
 COLUMNS = (
     ("load", "load", ""),
     ("way", "way", ""),
@@ -331,11 +337,19 @@ def summary(seconds: Sequence[float]) -> dict[str, float] | None:
     return {name: float(1e3 * value) for name, value in values.items()}
 
 
+def seconds_per_token(trace: Trace) -> list[float]:
+    """The mean time per token after the first chunk; empty if their number is unknown or 0."""
+    (first, _), *others = trace.chunks
+    count = sum(n or 0 for _, n in others)
+    return [(others[-1][0] - first) / count] if count else []
+
+
 def metrics(traces: Traces) -> dict[str, Any]:
     """Compute the metrics of a load over its successful requests.
 
     Gaps come from all of them, other metrics only from those whose client did not disconnect.
     ``itl_ms`` divides each gap by the tokens of its second chunk and counts it once per token.
+    ``tpot_ms`` is the mean time per token of a request after its first chunk.
     """
     good = [trace for trace in traces if trace.error is None]
     done = [trace for trace in good if trace.until is None]
@@ -357,6 +371,7 @@ def metrics(traces: Traces) -> dict[str, Any]:
         "tokens_per_second": tokens / seconds if good else 0.0,
         "requests_per_second": len(done) / seconds if good else 0.0,
         "ttft_ms": summary([trace.chunks[0][0] for trace in done]),
+        "tpot_ms": summary([x for trace in done for x in seconds_per_token(trace)]),
         "chunk_ms": summary([gap for gap, _ in gaps]),
         "itl_ms": summary([gap / n for gap, n in gaps if n for _ in range(n)]),
         "e2e_ms": summary([trace.chunks[-1][0] for trace in done]),

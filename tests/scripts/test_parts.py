@@ -142,6 +142,7 @@ def test_metrics_of_a_load() -> None:
     assert (row["seconds"], row["tokens_per_second"], row["requests_per_second"]) == (4, 2, 0.5)
     assert row["ttft_ms"]["mean"] == pytest.approx(2000)
     assert row["e2e_ms"]["max"] == pytest.approx(3000)
+    assert row["tpot_ms"] == pytest.approx(dict.fromkeys(("mean", "p50", "p99", "max"), 100))
     assert row["chunk_ms"]["max"] == pytest.approx(600)
     assert row["chunk_ms"]["mean"] == pytest.approx((400 + 100 + 600) / 3)
     assert row["itl_ms"]["p50"] == pytest.approx(100)
