@@ -20,6 +20,7 @@ from specjax.text.tool_formats import FORMATS
 
 if TYPE_CHECKING:
     from specjax.adaptive.config import AdaptiveConfig
+    from specjax.kv.events import KVEventsConfig
     from specjax.sampling.accept_draws import Acceptance
     from specjax.speculative.algorithm import CustomSpecAlgo, SpeculativeAlgorithm
     from specjax.types import DraftShape
@@ -174,6 +175,9 @@ class EngineArgs:
         mem_fraction_static: share of device memory for weights and KV, unless
             ``max_total_tokens`` is set. Default: 0.5 on a CPU, 0.85 on a GPU.
         disable_radix_cache: compute every prompt in full instead of caching KV pages by prefix.
+        kv_events_config: JSON object, or the path of a file with one: publish which pages are
+            cached, for routers, with the keys and messages of vLLM and SGLang. See
+            docs/deploying.md.
         chunked_prefill_size: maximum prompt tokens prefilled per step while other requests decode.
             Default: 8,192 on a GPU, as far as ``max_prefill_stall_ms`` permits, and 512 on a CPU.
         max_prefill_stall_ms: maximum milliseconds of prefill between two rounds, as estimated from
@@ -255,6 +259,7 @@ class EngineArgs:
     max_total_tokens: Positive | None = None
     mem_fraction_static: Annotated[float, Meta(gt=0, le=1)] | None = None
     disable_radix_cache: bool = False
+    kv_events_config: str | PathLike[str] | Mapping[str, Any] | None = None
     chunked_prefill_size: Positive | None = None
     max_prefill_stall_ms: Annotated[float, Meta(gt=0)] = 30.0
     overlap: bool | None = None
@@ -283,6 +288,8 @@ class EngineArgs:
             name = self._registered.name
             raise ValueError(f"overlap=True is not supported by {name}; leave it unset")
         self._check_text()
+        if self.kv_events is not None and self.disable_radix_cache:
+            raise ValueError("kv_events_config needs a prefix cache; leave out disable_radix_cache")
         self.algorithm.validate(self)
         if self.speculative_adaptive_config is not None and not self.speculative_adaptive:
             raise ValueError(
@@ -370,6 +377,16 @@ class EngineArgs:
             self.speculative_accept_threshold_single,
             self.speculative_accept_threshold_acc,
         )
+
+    @cached_property
+    def kv_events(self) -> "KVEventsConfig | None":
+        """Where KV events are published, if they are."""
+        if self.kv_events_config is None:
+            return None
+        from specjax.kv.events import read_config
+
+        config = read_config(self.kv_events_config)
+        return config if config.is_on else None
 
     @cached_property
     def adaptive(self) -> "AdaptiveConfig | None":

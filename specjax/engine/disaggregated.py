@@ -33,7 +33,8 @@ class DisaggregatedEngine(Engine):
         decode = EngineArgs(model=model, disaggregation_mode="decode", **options)
         self._start(decode, share_weights_with, compile_on_use)
         try:
-            there = options | {"base_gpu_id": decode.base_gpu_id + 1} | dict(prefill or {})
+            differing = {"base_gpu_id": decode.base_gpu_id + 1, "kv_events_config": None}
+            there = options | differing | dict(prefill or {})
             args = EngineArgs(model=model, disaggregation_mode="prefill", **there)
             self.prefill = Engine._of(args, self, compile_on_use)
             self._peer = LocalPeer(self.prefill._side, self._side)

@@ -28,6 +28,7 @@ from specjax.engine.weights import (
     weights_from_disk,
     weights_from_tensors,
 )
+from specjax.kv.events import KVEventPublisher
 from specjax.metrics import EngineMetrics, Totals
 from specjax.runtime.runner import ModelRunner, Watch
 from specjax.runtime.runner_config import RunnerConfig
@@ -133,6 +134,8 @@ class Engine:
         )
         self.metrics = EngineMetrics(plan.target.name, totals)
         source, peer = SIDES.get(args.disaggregation_mode or "", (None, None))
+        events = args.kv_events
+        self._events = None if events is None else KVEventPublisher(events, args.page_size)
         self._scheduler = Scheduler(
             runner,
             run_ahead=int(overlap),
@@ -142,6 +145,7 @@ class Engine:
             metrics=totals,
             controller=controller,
             prompt_source=None if source is None else source(runner),
+            cache_watcher=self._events,
         )
         self._factory = RequestFactory(plan, tokenizer, self._scheduler)
         self._loop = EngineLoop(self._scheduler, args.watchdog_timeout)
@@ -154,7 +158,7 @@ class Engine:
         except BaseException:
             self._loop.stop()
             raise
-        self._finalizer = weakref.finalize(self, _stop, self._loop, self._peer)
+        self._finalizer = weakref.finalize(self, _stop, self._loop, self._peer, self._events)
         self._finalizer.atexit = False
 
     @property
@@ -166,6 +170,11 @@ class Engine:
     def disaggregation_address(self) -> str | None:
         """Address that a prefill side listens on; port 0 is replaced by the actual port."""
         return getattr(self._peer, "address", None)
+
+    @property
+    def kv_event_sources(self) -> list[dict[str, Any]]:
+        """Where KV events are published, in the form of vLLM; empty without them."""
+        return [] if self._events is None else [self._events.source]
 
     @property
     def peer_connected(self) -> bool | None:
@@ -421,6 +430,8 @@ class Engine:
         elif self._finalizer.detach() is not None:  # only the first caller unloads
             self.runner.unload()
             self._factory.close()
+            if self._events is not None:
+                self._events.close()
 
     def __enter__(self) -> "Engine":
         return self
@@ -459,7 +470,9 @@ class Engine:
         self._scheduler.prompt_source.weights_replaced()
 
 
-def _stop(loop: EngineLoop, peer: Peer | None) -> None:
+def _stop(loop: EngineLoop, peer: Peer | None, events: KVEventPublisher | None) -> None:
     if peer is not None:
         peer.close()
     loop.stop()
+    if events is not None:
+        events.close()

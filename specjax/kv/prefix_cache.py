@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from specjax.kv.pages import PageAllocator
 
@@ -33,11 +34,22 @@ class Node:
     locks: int = 0  # number of locks taken on this node and all nodes below it
 
 
+class Watcher(Protocol):
+    """Learns which pages a cache has."""
+
+    def stored(self, nodes: Sequence[Node]) -> None:
+        """Nodes were added, each the parent of the next."""
+
+    def removed(self, nodes: Sequence[Node], *, is_empty: bool) -> None:
+        """Nodes were evicted; the cache may be empty now."""
+
+
 class PrefixCache:
     """Owns the pages of cached prefixes and lends them to requests with an equal prefix.
 
     Only one thread may use it. Each call takes time linear in its number of pages. ``lookahead`` is
-    the number of tokens after a page on which its KV depends or for which it waits.
+    the number of tokens after a page on which its KV depends or for which it waits. ``watcher``
+    may be set while the cache is empty.
     """
 
     def __init__(self, allocator: PageAllocator, *, lookahead: int) -> None:
@@ -49,6 +61,7 @@ class PrefixCache:
         self._root = Node()
         self._held: set[int] = set()
         self._evictable: OrderedDict[Node, None] = OrderedDict()
+        self.watcher: Watcher | None = None
 
     @property
     def num_pages(self) -> int:
@@ -111,23 +124,30 @@ class PrefixCache:
         added = list(pages[len(cached) : num_full])
         duplicates = [page for page, held in zip(pages, cached, strict=False) if page != held]
         trailing = [page for page in pages[num_full:] if page not in self._held]
+        nodes = []
         for index, page in enumerate(added, len(cached)):
             parent, key = node, self._key(tokens, index)
             node = parent.children[key] = Node(parent, key, page)
+            nodes.append(node)
         self._held.update(added)
+        if nodes and self.watcher is not None:
+            self.watcher.stored(nodes)
         self._mark_used(node)
         return duplicates + trailing
 
     def evict(self, num_pages: int) -> int:
         """Free up to ``num_pages`` unlocked pages, least recently used first; return the number."""
-        freed: list[int] = []
-        while len(freed) < num_pages and self._evictable:
+        nodes: list[Node] = []
+        while len(nodes) < num_pages and self._evictable:
             node, _ = self._evictable.popitem(last=False)
             assert node.parent is not None
             del node.parent.children[node.key]
             node.parent = None
-            freed.append(node.page)
+            nodes.append(node)
+        freed = [node.page for node in nodes]
         self._held.difference_update(freed)
+        if nodes and self.watcher is not None:
+            self.watcher.removed(nodes, is_empty=not self._held)
         self._allocator.free(freed)
         return len(freed)
 

@@ -15,6 +15,7 @@ from specjax.adaptive.controller import TierController
 from specjax.checks import ParameterError
 from specjax.kv.budget import Capacity, PageBudget
 from specjax.kv.pages import PageAllocator
+from specjax.kv.prefix_cache import Watcher
 from specjax.kv.window_pages import WindowPages
 from specjax.metrics import Totals
 from specjax.runtime.runner import ModelRunner
@@ -60,6 +61,7 @@ class Scheduler:
         clock: the clock of the requests in seconds, for timeouts and metrics.
         controller: chooses the tier of each round from the acceptance in earlier rounds.
         prompt_source: gets the prompts of admitted requests; by default they are computed here.
+        cache_watcher: learns which pages the prefix cache has.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class Scheduler:
         metrics: Totals | None = None,
         controller: TierController | None = None,
         prompt_source: PromptSource | None = None,
+        cache_watcher: Watcher | None = None,
     ) -> None:
         self._runner, config = runner, runner.config
         self._allocator = PageAllocator(config.num_pages, config.page_size)
@@ -84,6 +87,7 @@ class Scheduler:
             for pool, (window, count) in enumerate(config.window_pages, start=1)
         ]
         self._budget = PageBudget(self._allocator, writes, runner.set_pages, lookahead, followers)
+        self._budget.cache.watcher = cache_watcher
         self._run_ahead = run_ahead
         self._max_waiting, self._max_stall = max_waiting_requests, max_prefill_stall
         self._clock = clock

@@ -94,6 +94,7 @@ def route(service: Service) -> Router:
     to("/version", routes.version, *get, needs_engine=False)
     to("/metrics", routes.metrics, *get, is_public=True)
     to("/v1/loads", routes.loads, *get)
+    to("/kv_event_sources", routes.kv_event_sources, *get)
     to("/get_server_info /server_info", routes.server_info, *get)
     to("/get_model_info /model_info", routes.model_info, *get)
     to("/tokenizer_info", routes.tokenizer_info, *get)

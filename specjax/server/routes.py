@@ -134,6 +134,10 @@ def _model_card(service: Service) -> Json:
     }
 
 
+async def kv_event_sources(service: Service, exchange: Exchange) -> None:
+    await exchange.reply(dump(service.engine.kv_event_sources).encode())
+
+
 async def server_info(service: Service, exchange: Exchange) -> Json:
     return service.engine.get_server_info() | {"served_model_name": service.name}
 

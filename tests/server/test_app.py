@@ -34,6 +34,10 @@ def test_an_engine_that_runs_is_healthy(client, path) -> None:
     assert client.get(path).status == 200
 
 
+def test_an_engine_without_kv_events_has_no_source(client) -> None:
+    assert client.get("/kv_event_sources").json() == []
+
+
 def test_server_info_is_the_engines(engine, client) -> None:
     info = client.get("/get_server_info").json()
     assert set(engine.get_server_info()) <= set(info)
