@@ -97,7 +97,8 @@ def test_wheel_contents(tmp_path: Path) -> None:
     modules = {f"specjax/{path.relative_to(ROOT / 'specjax')}" for path in modules_in("specjax")}
     modules |= {f"specjax/kernels/{path.name}" for path in modules_in("kernels")}
     assert {name for name in names if name.endswith(".py")} == modules
-    assert {"specjax/py.typed", "specjax/training/openings.json"} <= names
+    data = {"specjax/py.typed", "specjax/engine/names.toml", "specjax/training/openings.json"}
+    assert data <= names
     assert any(name.endswith("/licenses/LICENSE") for name in names)
     assert {name.split("/")[0].split("-")[0] for name in names} == {"specjax"}
     heads = (ROOT / "specjax" / "checkpoints" / "heads").rglob("*")

@@ -17,6 +17,7 @@ from typing import Any
 from specjax.checks import check_integer, check_number
 from specjax.cli import options
 from specjax.engine.args import EngineArgs
+from specjax.engine.names import BENCHMARKS
 from specjax.logs import LEVELS, LOAD_SECONDS
 
 API_KEY, ADMIN_API_KEY = "SPECJAX_API_KEY", "SPECJAX_ADMIN_API_KEY"
@@ -36,6 +37,7 @@ def add_serve_parser(commands: Any) -> None:
         "Serve a model over HTTP with OpenAI's and SGLang's routes. When the server is ready, it "
         "prints its address to standard output.",
     )
+    options.add_model(parser)
     group = parser.add_argument_group("server")
     for flag, kind, default, text in (
         ("--host", str, "127.0.0.1", "address to listen on; 0.0.0.0 for all interfaces"),
@@ -142,6 +144,7 @@ def add_warmup_parser(commands: Any) -> None:
         "Compile all functions of an engine with these options into the compilation cache, without "
         "loading weights. Existing entries are kept.",
     )
+    options.add_model(parser)
     options.add_engine_options(parser, options.SERVING)
     group = parser.add_argument_group("warm-up")
     options.add_start_options(group, ())
@@ -181,6 +184,7 @@ def add_bench_parser(commands: Any) -> None:
     )
     parser.add_argument(
         "name",
+        type=_benchmark,
         choices=NAMES,
         metavar="NAME",
         help="acceptance (accept length by kind of prompt), adaptive and compare (decoding "
@@ -189,6 +193,13 @@ def add_bench_parser(commands: Any) -> None:
     )
     parser.add_argument("options", nargs=argparse.REMAINDER, metavar="...", help="options of NAME")
     parser.set_defaults(run=run_bench, quiet=True)
+
+
+def _benchmark(name: str) -> str:
+    if name in BENCHMARKS:
+        text = f"{name} is not a benchmark here; use specjax bench {BENCHMARKS[name]}"
+        raise argparse.ArgumentTypeError(text)
+    return name
 
 
 def run_bench(args: argparse.Namespace, *_: Any) -> int:

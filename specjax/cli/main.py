@@ -3,15 +3,18 @@
 import argparse
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stderr
 from importlib.metadata import version
+from types import MappingProxyType
 from typing import Any
 
 from specjax import logs
 from specjax.cli import audit, commands, generate
 from specjax.cli.options import engine_arguments
+from specjax.cli.parser import Parser
 from specjax.engine.args import check_options
+from specjax.engine.names import COMMANDS
 
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
@@ -19,7 +22,7 @@ EXIT_BROKEN_PIPE = 141
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="specjax",
         description="Lossless speculative decoding of language models in JAX.",
         allow_abbrev=False,
@@ -36,9 +39,16 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def report_error(program: str, error: Exception) -> int:
-    """Print an error as one line on standard error; return the exit status."""
+def report_error(
+    program: str, error: Exception, typed_names: Mapping[str, str] = MappingProxyType({})
+) -> int:
+    """Print an error as one line on standard error; return the exit status.
+
+    ``typed_names`` has options that the user passed under other names.
+    """
     message = " ".join(str(error).split()) or type(error).__name__
+    if typed_name := typed_names.get(getattr(error, "param", None) or ""):
+        message = f"{typed_name}: {message}"
     print(f"{program}: error: {message}", file=sys.stderr)
     return EXIT_BAD_INPUT
 
@@ -63,10 +73,13 @@ def main(argv: Sequence[str] | None = None, *, make_engine: Callable[..., Any] =
     if sys.stderr is None:  # print would use standard output instead
         with open(os.devnull, "w") as sink, redirect_stderr(sink):
             return main(argv, make_engine=make_engine)
-    args = build_parser().parse_args(argv)
+    parser = build_parser()
+    words = sys.argv[1:] if argv is None else argv
+    if words and words[0] in COMMANDS:
+        parser.error(f"{words[0]} is not a command here; use {COMMANDS[words[0]]}")
+    args = parser.parse_args(words)
     level = getattr(args, "log_level", "warning" if args.quiet else "info")
     shows_progress = not args.quiet and level in ("debug", "info")
-    engine_args = engine_arguments(args) | {"show_progress": shows_progress}
     kind, has_access = getattr(args, "log_format", "plain"), getattr(args, "access_log", False)
     for stream in (sys.stdout, sys.stderr):
         # print "?" for a character that the terminal cannot show, instead of failing
@@ -75,6 +88,7 @@ def main(argv: Sequence[str] | None = None, *, make_engine: Callable[..., Any] =
     try:
         if sys.stdout is None:
             raise ValueError("standard output is closed; redirect it to a file or to /dev/null")
+        engine_args = engine_arguments(args) | {"show_progress": shows_progress}
         check_options(engine_args)
         with logs.configured(level, kind, has_access=has_access):
             status: int = args.run(args, engine_args, make_engine)
@@ -87,4 +101,4 @@ def main(argv: Sequence[str] | None = None, *, make_engine: Callable[..., Any] =
         logs.discard_output()
         return EXIT_BROKEN_PIPE
     except (ValueError, OSError, ImportError, NotImplementedError) as error:
-        return report_error("specjax", error)
+        return report_error("specjax", error, getattr(args, "typed_names", {}))

@@ -10,14 +10,15 @@ import inspect
 import os
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from types import NoneType
 from typing import Any, get_args, get_origin, get_type_hints
 
+from specjax.cli.parser import add_aliases, add_answers, translated
 from specjax.config import EMBEDDED_MODELS
-from specjax.engine.args import ANSWERS, CHOICES, EngineArgs, answer
+from specjax.engine.args import CHOICES, EngineArgs
+from specjax.engine.names import flag
 from specjax.speculative.catalog import DEFAULT
 
 MODEL = ("model", "draft", "dtype", "tokenizer", "chat_template", "revision")
@@ -30,15 +31,9 @@ MEMORY = (
 # show_progress is set by --quiet
 ALL = tuple(field.name for field in fields(EngineArgs) if field.name != "show_progress")
 SPECULATION = tuple(name for name in ALL if name.startswith(("speculative_", "draft_")))
+SUFFIXES = {"k": 10**3, "K": 2**10, "m": 10**6, "M": 2**20}
 SECRET, VARIABLE = "disaggregation_secret", "SPECJAX_DISAGGREGATION_SECRET"  # secrets are not flags
 SERVING = tuple(name for name in ALL if name not in (*MODEL, *SPECULATION, SECRET))
-
-
-class _Answer(argparse.Action):
-    """Refuses an option of another engine and says what to use instead."""
-
-    def __call__(self, *_: Any) -> None:
-        raise argparse.ArgumentError(None, str(answer(self.option_strings[0])))
 
 
 def add_command(
@@ -65,8 +60,8 @@ def add_command(
 
 
 def add_switches(group: argparse._ActionsContainer, switches: Mapping[str, str]) -> None:
-    for flag, text in switches.items():
-        group.add_argument(flag, action="store_true", default=False, help=text)
+    for switch, text in switches.items():
+        group.add_argument(switch, action="store_true", default=False, help=text)
 
 
 def add_options(group: argparse._ActionsContainer, cls: type, names: Collection[str]) -> None:
@@ -79,9 +74,12 @@ def add_options(group: argparse._ActionsContainer, cls: type, names: Collection[
         options = _option(hints[name], default)
         if choices := CHOICES.get(name):
             options |= {"choices": [choice for choice in choices if choice], "metavar": None}
+            options["type"] = translated(name, options["type"])
         if default is not None and not isinstance(default, bool) and default != "":
             text += f" (default: {default})"
-        group.add_argument(f"--{name.replace('_', '-')}", **options, help=text)
+        group.add_argument(flag(name), **options, help=text)
+        if cls is EngineArgs:
+            add_aliases(group, name, options)
 
 
 def add_engine_options(parser: argparse.ArgumentParser, memory: Collection[str] = MEMORY) -> None:
@@ -98,13 +96,12 @@ def add_engine_options(parser: argparse.ArgumentParser, memory: Collection[str] 
             help=f"file whose first line is the secret that both sides share; or set {VARIABLE}",
         )
         group.add_argument("--disaggregation-secret", type=_refused, help=argparse.SUPPRESS)
-    parser.add_argument(
-        "--tp-size", "--tp", "--tensor-parallel-size", type=_one_gpu, help=argparse.SUPPRESS
-    )
-    for name in ANSWERS:
-        with suppress(argparse.ArgumentError):  # the command has such an option
-            flag = f"--{name.replace('_', '-')}"
-            parser.add_argument(flag, action=_Answer, nargs="?", help=argparse.SUPPRESS)
+    add_answers(parser)
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    text = "the same as --model"
+    parser.add_argument("positional_model", nargs="?", metavar="MODEL", help=text)
 
 
 def add_start_options(
@@ -125,6 +122,10 @@ def add_start_options(
 def engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
     """Return the ``Engine`` arguments that are set; speculation is on if a draft is available."""
     options = {name: getattr(args, name) for name in ALL if hasattr(args, name)}
+    if hasattr(args, "positional_model"):
+        model = args.positional_model
+        if options.setdefault("model", model) != model:
+            raise ValueError(f"MODEL={model} and --model={options['model']} differ; pass only one")
     if "disaggregation_mode" in options:
         options.setdefault(SECRET, os.environ.get(VARIABLE, ""))
     has_head = (
@@ -160,7 +161,8 @@ def _option(hint: Any, default: Any) -> dict[str, Any]:
         has_no = NoneType in kinds or default is True
         return {"action": argparse.BooleanOptionalAction if has_no else "store_true"}
     if int in kinds or float in kinds:
-        return {"type": int, "metavar": "N"} if int in kinds else {"type": float, "metavar": "X"}
+        is_integer = int in kinds
+        return {"type": _integer if is_integer else float, "metavar": "N" if is_integer else "X"}
     if list in kinds:
         return {"action": "append", "metavar": "TEXT"}
     if Sequence in kinds:
@@ -169,12 +171,12 @@ def _option(hint: Any, default: Any) -> dict[str, Any]:
     return {"type": kind, "metavar": "TEXT"}
 
 
-def _one_gpu(text: str) -> int:
-    if text != "1":
-        raise argparse.ArgumentTypeError(
-            f"{text}: an engine has one GPU; choose it with --base-gpu-id"
-        )
-    return 1
+def _integer(text: str) -> int:
+    """Read an integer, perhaps with vLLM's suffix: 32k is 32,000 and 32K is 32,768."""
+    try:
+        return int(text[:-1]) * SUFFIXES[text[-1:]] if text[-1:] in SUFFIXES else int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"invalid int value: {text!r}") from None
 
 
 def _integers(text: str) -> list[int]:

@@ -5,7 +5,8 @@ from typing import Any
 
 PLAIN = "NONE"
 DEFAULT = "EAGLE3"
-ALIASES = {"NEXTN": "EAGLE"}
+# names in SGLang (the first) and vLLM
+ALIASES = {"NEXTN": "EAGLE", "DRAFT_MODEL": "STANDALONE", "MTP": "MULTI_LAYER_EAGLE"}
 # group of entry points: each has an algorithm's name and the module that registers it
 GROUP = "specjax.algorithms"
 

@@ -519,13 +519,10 @@ def test_a_secret_comes_from_a_file_or_the_environment(tmp_path, monkeypatch) ->
 @pytest.mark.parametrize(
     ("option", "reason"),
     [
-        ("--temprature 1", "unrecognized arguments: --temprature 1"),
-        ("--context-len 5", "unrecognized arguments: --context-len 5"),
-        ("--tp-size 2", "2: an engine has one GPU"),
-        ("--tensor-parallel-size 8", "8: an engine has one GPU"),
-        ("--model-path m", "--model-path: this option is called model here; pass --model"),
-        ("--max-num-seqs=8", "called max_running_requests here; pass --max-running-requests"),
-        ("--disable-overlap-schedule", "on the command line --no-overlap"),
+        ("--temprature 1", "unrecognized arguments: --temprature"),
+        ("--context-len 5", "unrecognized arguments: --context-len"),
+        ("--tp-size 2", "--tp-size 2 is not supported: an engine runs on one GPU"),
+        ("--tensor-parallel-size 8", "--base-gpu-id chooses; start a server per GPU"),
         ("--dtype float64", "invalid choice: 'float64'"),
         ("--disaggregation-secret hunter2", "is visible to other users"),
         ("--disaggregation-secret=hunter2", "SPECJAX_DISAGGREGATION_SECRET"),
