@@ -58,6 +58,13 @@ def add_serve_parser(commands: Any) -> None:
             "maximum completions that the HTTP server runs or queues; further ones are refused "
             "(default: 4096)",
         ),
+        (
+            "--default-max-tokens",
+            int,
+            None,
+            "maximum completion tokens of requests that set none (default: 16 in /v1/completions, "
+            "128 in /generate, and the rest of the context in chats)",
+        ),
         ("--max-body-bytes", int, None, "maximum bytes of a request body (default: 33554432)"),
         ("--shutdown-timeout", float, 30.0, "seconds for requests to finish after a signal"),
     ):
@@ -110,7 +117,8 @@ def run_serve(
     from specjax.server.process import serve  # needs an optional dependency
     from specjax.server.service import Access, is_loopback
 
-    limits = {name: getattr(args, name) for name in ("max_requests", "max_body_bytes")}
+    names = ("max_requests", "max_body_bytes", "default_max_tokens")
+    limits = {name: getattr(args, name) for name in names}
     serve(
         lambda: make_engine(**engine_args),
         host=args.host,

@@ -1,4 +1,4 @@
-"""Options and commands of vLLM and SGLang, and what replaces them here, from ``names.toml``.
+"""Options, commands and routes of other engines, and what replaces them, from ``names.toml``.
 
 The command line accepts names that mean the same, ignores options without effect with a note, and
 refuses the others with the reason. ``EngineArgs`` refuses them all, because its names are in code.
@@ -31,6 +31,7 @@ REFUSED = {name: why for name, _, why in _REFUSED}
 NEUTRAL = {name: values.split(",") for name, values, _ in _REFUSED if values}
 COMMANDS: dict[str, str] = _TABLES["commands"]
 BENCHMARKS: dict[str, str] = _TABLES["benchmarks"]
+ROUTES = _by_name(_TABLES["routes"])
 
 
 def flag(name: str) -> str:

@@ -12,6 +12,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route, Router
 
 from specjax.engine.engine import Engine
+from specjax.engine.names import ROUTES
 from specjax.scheduling.loop import EngineFault
 from specjax.scheduling.scheduler import QueueFullError
 from specjax.server import routes
@@ -27,6 +28,8 @@ from specjax.server.service import MAX_BODY_BYTES, MAX_REQUESTS, Access, Service
 
 logger = logging.getLogger(__name__)
 
+# paths that clients add to a base URL that ends in /v1
+_OPENAI = ("/chat/completions", "/completions", "/responses", "/messages", "/models")
 # A handler returns a JSON value (or its bytes), or sends the response itself and returns None.
 Handler = Callable[[Service, Exchange], Awaitable[Any]]
 
@@ -39,6 +42,7 @@ def make_app(
     admin_api_key: str | None = None,
     max_requests: int = MAX_REQUESTS,
     max_body_bytes: int = MAX_BODY_BYTES,
+    default_max_tokens: int | None = None,
     cors_allow_origins: Sequence[str] = (),
 ) -> Router:
     """Make an ASGI application that serves an engine; the caller closes the engine.
@@ -51,6 +55,8 @@ def make_app(
         admin_api_key: key that replaces ``api_key`` for flushing the cache and weight updates.
         max_requests: maximum completions that run or wait; further requests get 429.
         max_body_bytes: maximum size of a request body; longer bodies get 413.
+        default_max_tokens: maximum completion tokens of requests that set none. Default: 16 in
+            ``/v1/completions``, 128 in ``/generate``, and in chats the rest of the context.
         cors_allow_origins: origins whose pages may call from a browser; ``"*"`` allows all.
 
     Raises:
@@ -62,6 +68,7 @@ def make_app(
         access=Access(api_key=api_key, admin_api_key=admin_api_key, origins=cors_allow_origins),
         max_requests=max_requests,
         max_body_bytes=max_body_bytes,
+        default_max_tokens=default_max_tokens,
     )
     return route(service)
 
@@ -174,5 +181,20 @@ async def no_route(scope: Scope, receive: Receive, send: Send) -> None:
 
 def _unknown_route(exchange: Exchange, status: int) -> ApiError:
     reason = "Not found" if status == 404 else "Method not allowed"
-    message = f"{reason}: {exchange.scope['method']} {exchange.scope['path']}"
+    path = exchange.scope["path"]
+    message = f"{reason}: {exchange.scope['method']} {path}"
+    if status == 404 and (instead := _replacement(path)):
+        message += f"; {instead}"
     return ApiError(status, message, code="unknown_route")
+
+
+def _replacement(path: str) -> str:
+    """Return what to use instead of an unknown path, or ""."""
+    path = path.rstrip("/")
+    if path.startswith("/v1/v1") and path.removeprefix("/v1/v1") in _OPENAI:
+        return "the base URL has /v1 twice"
+    if path in _OPENAI:
+        return f"use /v1{path}: the base URL must end in /v1"
+    if path.startswith("/v1/responses/"):
+        return "responses are not stored; send the whole input to /v1/responses"
+    return ROUTES.get(path, "")

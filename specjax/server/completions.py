@@ -29,7 +29,7 @@ def _completion(service: Service, body: Body) -> tuple[Call, ChoicesAnswer]:
     is_text = isinstance(prompts[0], str)
     echo, logprobs = body.flag("echo"), body.integer("logprobs", at_least=0, at_most=MAX_LOGPROBS)
     is_stream, flags = take_output(body)
-    params = take_params(body, DEFAULT_TOKENS)
+    params = take_params(body, service.default_max_tokens or DEFAULT_TOKENS)
     finish_fields(body, service.ignored_fields)
     service.check_count(len(prompts) * params.n)
     request_id = f"cmpl-{new_id()}"

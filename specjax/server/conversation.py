@@ -101,14 +101,15 @@ class Conversation:
         is_bounded = wants_logprobs and "max_tokens" not in body
         can_limit = engine.has_grammars and "response_format" not in body
         grammar = tools.grammar({OPTIONS: LAYOUT}, is_possible=can_limit)
-        params = take_params(body, length, grammar)
+        default = min(length, service.default_max_tokens or length)
+        params = take_params(body, default, grammar)
         if (tools.names and tools.format.is_special) or (tags is not None and tags.is_special):
             params = replace(params, skip_special_tokens=False)  # these mark calls and reasoning
         finish_fields(body, service.ignored_fields)
         service.check_count(params.n)
         if is_bounded:
             most = MAX_REPORTED // (params.n * (1 + (num_top or 0)))
-            params = replace(params, max_new_tokens=min(length, most))
+            params = replace(params, max_new_tokens=min(default, most))
         ids = self.encode()
         call = engine.make_call(
             stream=is_stream,

@@ -67,7 +67,7 @@ GRAMMAR_FIELDS = (
 IGNORED = frozenset(
     "user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention "
     "prediction stream_reasoning log_metrics "
-    "no_logs priority request_id".split()
+    "no_logs request_id".split()
 )
 _GRAMMAR = "use response_format or structured_outputs"
 _TOOLS = "use tools and tool_choice in /v1/chat/completions"
@@ -117,6 +117,7 @@ REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
         ("return_entropy", _SCORES, (False,)),
         ("return_hidden_states", "HTTP answers do not have them", (False,)),
         ("return_bytes", "answers are text", (False,)),
+        ("priority", "callers take turns, and no request passes the others", (0,)),
         ("background", "requests are synchronous", (False,)),
         ("return_tokens_as_token_ids", "logprobs name tokens by their text", (False,)),
     )

@@ -42,7 +42,7 @@ def read_generate(service: Service, body: Body) -> "tuple[Call, NativeAnswer]":
     if values is sampling and len(values) != count:
         message = f"sampling_params has {len(values)} values for {count} inputs; give one per input"
         raise ApiError(400, message, param="sampling_params")
-    params_list = [_sampling(value) for value in values]
+    params_list = [_sampling(value, service.default_max_tokens) for value in values]
     service.check_count(count * max((params.n for params in params_list), default=1))
     params = params_list if isinstance(sampling, list) else params_list[0]
     call = service.engine.make_call(text, params, input_ids=ids, stream=is_stream, **options)
@@ -51,12 +51,15 @@ def read_generate(service: Service, body: Body) -> "tuple[Call, NativeAnswer]":
     return call, NativeAnswer(call.is_batch, has_logprobs, texts, is_incremental)
 
 
-def _sampling(sampling: Any) -> SamplingParams:
-    """Read sampling parameters; ignore nulls and neutral values of unsupported fields."""
-    if isinstance(sampling, dict):
-        sampling = {
+def _sampling(sampling: Any, max_tokens: int | None) -> SamplingParams:
+    """Read sampling parameters; ignore nulls and neutral values of unsupported fields.
+
+    ``max_tokens`` is the limit of those that set none, if it is not ``None``.
+    """
+    if isinstance(sampling, dict | None):
+        sampling = ({} if max_tokens is None else {"max_new_tokens": max_tokens}) | {
             name: value
-            for name, value in sampling.items()
+            for name, value in (sampling or {}).items()
             if value is not None and not (name in REFUSED and is_neutral(name, value))
         }
     return SamplingParams.of(sampling)

@@ -118,11 +118,15 @@ class Service:
         access: Access | None = None,
         max_requests: int = MAX_REQUESTS,
         max_body_bytes: int = MAX_BODY_BYTES,
+        default_max_tokens: int | None = None,
     ) -> None:
         self._engine, self._name = engine, name
         self.access = access or Access()
         self.max_requests = check_integer("max_requests", max_requests, 1)
         self.max_body_bytes = check_integer("max_body_bytes", max_body_bytes, 1)
+        if default_max_tokens is not None:
+            check_integer("default_max_tokens", default_max_tokens, 1)
+        self.default_max_tokens = default_max_tokens  # of requests that set none
         self.num_requests = 0
         self.ignored_fields = IgnoredFields()
         self.renderers = ThreadPoolExecutor(4, "specjax-render")  # of chat templates

@@ -12,7 +12,8 @@ from starlette.applications import Starlette
 from starlette.routing import Mount
 
 from specjax import Engine
-from specjax.server import make_app
+from specjax.engine.names import ROUTES
+from specjax.server import app, make_app
 from specjax.testing import Client, running
 
 from .conftest import MODEL
@@ -59,6 +60,32 @@ def test_unknown_routes_have_openais_shape(client, method, path, status) -> None
     answer = client.ask(method, path)
     assert answer.status == status
     assert path in answer.error["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "instead"),
+    [
+        ("/v1/embeddings", "only text is generated"),
+        ("/chat/completions", "use /v1/chat/completions: the base URL must end in /v1"),
+        ("/v1/v1/messages", "the base URL has /v1 twice"),
+        ("/v1/responses/resp_1", "responses are not stored; send the whole input to /v1/responses"),
+        ("/sleep/", "weights and KV stay on the device"),
+    ],
+)
+def test_routes_of_other_servers_are_answered(client, path, instead) -> None:
+    for method in ("GET", "POST"):
+        error = client.ask(method, path).error
+        assert error["code"] == "unknown_route"
+        assert error["message"] == f"Not found: {method} {path}; {instead}"
+
+
+def test_replaced_routes_do_not_exist(engine) -> None:
+    """And the routes that are named do."""
+    paths = {route.path for route in make_app(engine).routes}
+    assert not paths & set(ROUTES)
+    named = re.findall(r"(?<!\w)/[\w/]+", " ".join(ROUTES.values()))
+    assert set(named) <= paths
+    assert {f"/v1{path}" for path in app._OPENAI} <= paths
 
 
 def test_everything_is_unavailable_until_the_engine_is_ready(engine) -> None:

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from specjax.server import fields, generating
+from specjax.server import fields, generating, make_app
 from specjax.server.exchange import Exchange, UnreadAnswers
-from specjax.testing import Client
+from specjax.testing import Client, running
 
 from .test_completions import ENGINE_GREEDY, GREEDY
 from .test_errors import CHAT, COMPLETIONS, GENERATE, HELLO, TOOL
@@ -47,6 +47,41 @@ def test_simulated_acceptance_reaches_the_engine(client) -> None:
         assert answer.status == 400
         assert answer.error["param"] == (None if route == GENERATE else "simulate_acceptance")
         assert "simulate_acceptance=0.5 needs the engine option" in answer.error["message"]
+
+
+def test_a_priority_is_refused(client) -> None:
+    routes = ROUTES | {"/v1/responses": {"input": "hello"}, "/v1/messages": HELLO}
+    assert client.post(COMPLETIONS, ROUTES[COMPLETIONS] | {"priority": 0}).status == 200
+    for route, body in routes.items():
+        for priority in (1, -1, "high"):
+            answer = client.post(route, body | {"priority": priority})
+            assert answer.status == 400
+            assert "priority is not supported: callers take turns" in answer.error["message"]
+
+
+def test_requests_without_a_limit_have_the_servers(engine) -> None:
+    texts = {"text": ["hello", "a"], "sampling_params": [None, {"ignore_eos": True}]}
+    bodies = [(route, body | {"ignore_eos": True}) for route, body in ROUTES.items()]
+    with running(make_app(engine, default_max_tokens=3)) as port:
+        client = Client(port)
+        for route, body in bodies[:2]:
+            for added, count in (({}, 3), ({"max_tokens": 5}, 5), ({"max_tokens": None}, 3)):
+                assert (
+                    client.post(route, body | added).json()["usage"]["completion_tokens"] == count
+                )
+        scored = client.post(CHAT, HELLO | {"logprobs": True, "ignore_eos": True}).json()
+        assert scored["usage"]["completion_tokens"] == 3
+        answer = client.post("/v1/responses", {"input": "hello", "ignore_eos": True}).json()
+        assert answer["usage"]["output_tokens"] == 3
+        answer = client.post("/v1/messages", HELLO | {"ignore_eos": True}).json()
+        assert answer["usage"]["output_tokens"] == 3
+        results = client.post(GENERATE, texts).json()
+        params = {"max_new_tokens": 4, "ignore_eos": True}
+        results.append(client.post(GENERATE, {"text": "a", "sampling_params": params}).json())
+    assert [one["meta_info"]["completion_tokens"] for one in results[1:]] == [3, 4]
+    assert results[0]["meta_info"]["completion_tokens"] <= 3
+    with pytest.raises(ValueError, match="default_max_tokens=0 must be an integer of at least 1"):
+        make_app(engine, default_max_tokens=0)
 
 
 def test_few_names_are_logged(caplog) -> None:
