@@ -30,7 +30,8 @@ Decode = Callable[[list[int]], str]
 SAMPLING_ARGUMENTS = tuple(
     field.name
     for field in fields(SamplingParams)
-    if field.name not in ("n", "logit_bias", "stop_token_ids", "simulate_acceptance")
+    if field.name
+    not in "n logit_bias stop_token_ids allowed_token_ids bad_words simulate_acceptance".split()
 )
 
 

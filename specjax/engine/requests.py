@@ -283,6 +283,8 @@ class RequestFactory:
         if not has_grammar(params):
             return None
         args, budget = self._plan.args, params.thinking_token_budget
+        size = self._plan.target.config.vocab_size
+        _check_vocabulary("allowed_token_ids", params.allowed_token_ids or (), size)
         name, value = params.grammar or ("thinking_token_budget", budget)
         simulates = (args.simulate_accept_length, args.simulate_acceptance) != (None, None)
         if self._grammars is None:

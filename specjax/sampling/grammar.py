@@ -10,6 +10,7 @@ what is counted. So one matcher sees what plain decoding would show it, the toke
 the text, and decides where the text ends. Another one, with limits of its own, sees the drafts.
 """
 
+import ctypes
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -211,6 +212,37 @@ class Branch:
 
     path: list[int]
     matcher: Any = None
+
+
+class AllowedTokens:
+    """A matcher of any text that has only some tokens. It has the methods of the library's."""
+
+    def __init__(self, token_ids: Collection[int], num_words: int) -> None:
+        self._token_ids = frozenset(token_ids)
+        bits = np.zeros(32 * num_words, np.uint8)
+        bits[list(token_ids)] = 1
+        self._mask = np.packbits(bits, bitorder="little")
+
+    def try_consume_tokens(self, tokens: Sequence[int]) -> int:
+        wrong = (i for i, token in enumerate(tokens) if token not in self._token_ids)
+        return next(wrong, len(tokens))
+
+    def unsafe_compute_mask_ptr(self, pointer: int, num_bytes: int) -> None:
+        ctypes.memmove(pointer, self._mask.ctypes.data, num_bytes)
+
+    def deep_copy(self) -> "AllowedTokens":
+        return self  # it has no state
+
+    def compute_ff_tokens(self) -> list[int]:
+        return []
+
+    def get_error(self) -> str:
+        return ""
+
+    def is_stopped(self) -> bool:
+        return False
+
+    is_accepting = is_error = is_stopped
 
 
 def _compute(matcher: Any, mask: np.ndarray) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 import llguidance
 
 from specjax.checks import short
-from specjax.sampling.grammar import LAYOUT, OPTIONS, Constraint, Thinking
+from specjax.sampling.grammar import LAYOUT, OPTIONS, AllowedTokens, Constraint, Thinking
 
 # The time to compile grows with this number: 10,007 takes 0.02 s, 99,999,989 more than 30 s.
 MAX_MULTIPLE = 10_000
@@ -71,6 +71,9 @@ class GrammarCompiler:
         """
         if kind is None:
             return Constraint(lambda: None, self._num_words, thinking)
+        if kind == "allowed_token_ids":
+            matcher = AllowedTokens(json.loads(text), self._num_words)
+            return Constraint(lambda: matcher, self._num_words, thinking)
         try:
             grammar = self._grammar(kind, text)
             make = partial(
@@ -92,6 +95,10 @@ class GrammarCompiler:
         if kind == "json_schema":
             schema = _schema(json.loads(text), self._json)
             return llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema))
+        if kind == "bad_words":
+            codes = ("".join(rf"\x{{{ord(char):x}}}" for char in word) for word in json.loads(text))
+            unwanted = f"/(?s:.*({'|'.join(codes)}).*)/"
+            kind, text = "ebnf", f"start: TEXT\nTEXT: /(?s:.*)/ & ~{unwanted}"
         formats: Any = kind
         grammar = llguidance.grammar_from(formats, text)
         return _with_options(grammar, self._json) if kind == "ebnf" else grammar

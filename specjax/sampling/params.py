@@ -1,7 +1,7 @@
 """Sampling parameters of a request, with SGLang's names and defaults."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from functools import cache, cached_property
 from typing import Annotated, Any, get_args
@@ -31,13 +31,18 @@ INT32_MAX = np.iinfo(np.int32).max
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 # parameters that limit a text by a grammar
-GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
+GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag", "allowed_token_ids", "bad_words")
 # parameters in SGLang that are rejected here, with the reason
 REFUSED = {
     "stop_regex": "stop takes plain strings; patterns are not supported",
     "spaces_between_special_tokens": "the tokenizer decides how special tokens are written",
     "custom_params": "custom logit processors are not supported",
     "stream_interval": "a stream yields as soon as there are new tokens",
+}
+# parameters that are lists -> their items
+_ITEMS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "allowed_token_ids": ("token id", lambda item: is_integer(item) and item >= 0),
+    "bad_words": ("string that is not empty", lambda item: isinstance(item, str) and item != ""),
 }
 # names of the same parameters in other engines
 ALIASES = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "seed": "sampling_seed"}
@@ -73,6 +78,9 @@ class SamplingParams:
         regex: regular expression (Rust syntax) that the whole completion must match.
         ebnf: grammar, in Lark's or llama.cpp's (GBNF) notation, that the completion must match.
         structural_tag: tags in free text after which a JSON schema holds, as in SGLang.
+        allowed_token_ids: token ids that the completion may have; without an end token among them
+            it ends at a stop string or at its maximum length.
+        bad_words: strings that the completion must not contain, however they are split into tokens.
         thinking_token_budget: maximum tokens of reasoning, after which its end is forced; needs the
             engine options ``reasoning_parser`` and ``grammar_backend``.
         simulate_acceptance: from 0 to 1, replaces the engine option of this name, if that is set.
@@ -103,6 +111,8 @@ class SamplingParams:
     regex: str | None = None
     ebnf: str | None = None
     structural_tag: str | Mapping[str, Any] | None = None
+    allowed_token_ids: tuple[int, ...] | list[int] | None = None
+    bad_words: tuple[str, ...] | list[str] | None = None
     thinking_token_budget: Annotated[int, Meta(ge=0, le=INT32_MAX)] | None = None
 
     def __post_init__(self) -> None:
@@ -160,11 +170,18 @@ class SamplingParams:
             raise refused("logit_bias", bias, "must not contain a token twice")
 
     def _copy_grammars(self) -> None:
+        if self.bad_words in ([], ()):
+            object.__setattr__(self, "bad_words", None)
         grammars = [name for name in GRAMMARS if getattr(self, name) is not None]
         for name in grammars:
             value = getattr(self, name)
             kinds = {"json_schema": Mapping | bool, "structural_tag": Mapping}.get(name, ())
-            if isinstance(value, kinds):
+            if name in _ITEMS:
+                kind, is_item = _ITEMS[name]
+                if not isinstance(value, list | tuple) or not value or not all(map(is_item, value)):
+                    raise refused(name, value, f"must be a list of at least one {kind}")
+                object.__setattr__(self, name, tuple(value))
+            elif isinstance(value, kinds):
                 try:
                     object.__setattr__(self, name, json.dumps(value))
                 except (TypeError, ValueError, RecursionError) as error:
@@ -179,9 +196,11 @@ class SamplingParams:
 
     @property
     def grammar(self) -> tuple[str, str] | None:
-        """Name and text of the grammar, if there is one."""
-        values = ((name, getattr(self, name)) for name in GRAMMARS)
-        return next(((name, value) for name, value in values if value is not None), None)
+        """Name and text of the grammar, if there is one; the text of a list is JSON."""
+        for name in GRAMMARS:
+            if (value := getattr(self, name)) is not None:
+                return name, json.dumps(value) if name in _ITEMS else value
+        return None
 
     @cached_property
     def biases(self) -> tuple[tuple[int, float], ...]:

@@ -49,7 +49,7 @@ NAMES = {
         for name in "temperature top_p top_k min_p frequency_penalty presence_penalty "
         "repetition_penalty logit_bias n stop stop_token_ids ignore_eos speculative no_stop_trim "
         "skip_special_tokens simulate_acceptance json_schema regex ebnf structural_tag "
-        "thinking_token_budget".split()
+        "allowed_token_ids bad_words thinking_token_budget".split()
     },
     "include_stop_str_in_output": "no_stop_trim",
 }
@@ -82,7 +82,6 @@ REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
     for names, reason, neutral in (
         ("guided_json guided_regex guided_choice guided_grammar", _GRAMMAR, ()),
         ("grammar", "it is called ebnf here", ()),
-        ("allowed_token_ids", "use regex or ebnf", ()),
         ("functions", _TOOLS, ([],)),
         ("function_call", _TOOLS, ("none", "auto")),
         ("web_search_options", _TOOLS, ()),
@@ -96,7 +95,6 @@ REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
         ("length_penalty", _BEAM, (1, 1.0)),
         ("prompt_logprobs", "set echo and logprobs, or use /generate with logprob_start_len", ()),
         ("truncate_prompt_tokens", "prompts are not truncated; shorten them", ()),
-        ("bad_words", "set a logit_bias of -100 for their tokens", ([],)),
         ("logits_processors", _PROCESSORS, ([],)),
         ("custom_logit_processor", _PROCESSORS, ()),
         ("stop_regex", "use plain strings in stop", ([],)),

@@ -59,7 +59,7 @@ def _take_grammar(
 
     ``params`` are other sampling parameters. Raises ApiError if there is more than one grammar.
     """
-    sources, grammar = [name for name in GRAMMARS if name in params], of_tools
+    sources, grammar = [name for name in GRAMMARS if params.get(name) not in (None, [])], of_tools
     if of_tools:
         sources.append("tools")
         body.sources.update(dict.fromkeys(of_tools, "tools"))

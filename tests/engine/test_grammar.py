@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from specjax.sampling import grammar_request
 from specjax.sampling.grammar import Constraint, Thinking
 from specjax.sampling.grammar_compiler import GrammarCompiler
 from specjax.sampling.grammar_request import await_answers
+from specjax.sampling.params import GRAMMARS as NAMES
 from specjax.testing import Files
 from specjax.testing.dense import Job, dense_decode, dense_logits
 from specjax.testing.files import CONFIG, EOS_ID, LETTERS
@@ -38,6 +40,10 @@ GRAMMARS: list[dict[str, Any]] = [
     {"regex": "(ab|ac[0-9]{2,9}){1,4}-end"},
     {"ebnf": 'start: "(" start ")" | "[" start "]" | /[0-9]{1,3}/'},
     {"json_schema": {"type": "array", "items": {"type": "boolean"}, "maxItems": 5}},
+]
+LISTS: list[dict[str, Any]] = [
+    {"allowed_token_ids": [3, 17, 40, EOS_ID]},
+    {"bad_words": [*"etaoin", "5 "]},
 ]
 SAMPLED = [
     {"temperature": 0.0},
@@ -100,7 +106,9 @@ def allowed_by(engine: Engine, grammar: dict[str, Any]) -> Any:
 def jobs() -> list[dict[str, Any]]:
     return [
         {"max_new_tokens": 40, "sampling_seed": i} | grammar | how
-        for i, (grammar, how) in enumerate((g, s) for g in GRAMMARS for s in SAMPLED)
+        for i, (grammar, how) in enumerate(
+            [*product(GRAMMARS, SAMPLED), *zip(LISTS, SAMPLED[1:3], strict=True)]
+        )
     ]
 
 
@@ -116,7 +124,7 @@ def test_tokens_equal_dense_decoding_with_masks(engine: Engine, tree: Engine) ->
             seed=one["sampling_seed"],
             ends=(EOS_ID,),
         )
-        grammar = {name: one[name] for name in one if name in ("json_schema", "regex", "ebnf")}
+        grammar = {name: one[name] for name in one if name in NAMES}
         allowed = allowed_by(engine, grammar)
         expected.append(dense_decode(engine.runner.weights[0], job, CONFIG, allowed).tokens)
     assert len({tuple(tokens) for tokens in expected}) > 10
@@ -307,6 +315,9 @@ def test_nothing_is_compiled_and_requests_may_leave(engine: Engine) -> None:
         ({"structural_tag": "[" * 50000}, "structural_tag=.*too deep"),
         ({"regex": "é"}, "regex='é': it allows no text"),
         ({"regex": "a", "ebnf": "b"}, "give at most one of"),
+        ({"regex": "a", "bad_words": ["b"]}, "give at most one of"),
+        ({"allowed_token_ids": [10**6]}, r"allowed_token_ids must be in \[0, .*got \[1000000"),
+        ({"bad_words": ["\ud800"]}, "(?s)bad_words=.*not a Unicode scalar"),
         ({"regex": 3}, "regex=3 must be a string"),
         ({"regex": "a", "min_new_tokens": 2}, "min_new_tokens=2 must be 0 with regex"),
     ],

@@ -1,9 +1,16 @@
-"""Options of the grammar library: those of the operator hold, and those in a grammar do not."""
+"""Options of the grammar library: those of the operator hold, and those in a grammar do not.
+
+Also lists of allowed tokens and unwanted words, which become grammars.
+"""
 
 import json
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from specjax.sampling.grammar import LAYOUT, Constraint
 from specjax.sampling.grammar_compiler import GrammarCompiler
@@ -140,3 +147,42 @@ def test_marks_in_strings_and_comments_are_not_schemas(grammar: str, text: str) 
 def test_refused_options(grammar: str, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         SPACED.compile("ebnf", grammar)
+
+
+def constraint_of(**grammar: Any) -> Constraint:
+    params = replace(SamplingParams(**grammar), temperature=0.5)
+    name, text = params.grammar or ("", "")
+    return SPACED.compile(name, text)
+
+
+@settings(max_examples=25)
+@given(st.sets(st.integers(0, TOKENIZER.vocab_size - 1), min_size=1))
+def test_only_the_allowed_tokens_are_allowed(ids: set[int]) -> None:
+    """Also after tokens and drafts; an end token only if it is among them."""
+    constraint = constraint_of(allowed_token_ids=sorted(ids))
+    drafts = [*sorted(ids)[:3], next(i for i in range(EOS_ID + 2) if i not in ids)]
+    for token in drafts:
+        masks, forced = np.ones((5, constraint.num_words), np.int32), np.ones((5, 2), np.int32)
+        constraint.fill([0, *drafts], [-1, *range(len(drafts))], masks, forced)
+        for mask in (constraint.mask(), *masks[: len(drafts)]):
+            bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
+            assert set(np.flatnonzero(bits).tolist()) == ids
+        assert constraint.advance([token]) == (token in ids)
+        assert not constraint.is_complete
+
+
+@settings(max_examples=40)
+@given(st.lists(st.text("ab/.", min_size=1, max_size=3), min_size=1), st.text("ab/. ", max_size=9))
+@example(["\\", "/*", "\n"], "a/b*\\")
+@example(["]", "é", "<|x|>"], "a]")
+def test_unwanted_words_do_not_occur(words: list[str], text: str) -> None:
+    """A text goes on up to the character that would complete one of the words."""
+    ends = [i + 1 for i in range(len(text)) if any(text[: i + 1].endswith(x) for x in words)]
+    constraint, ids = constraint_of(bad_words=words), ids_of(text)
+    assert constraint.advance(ids) == (ends[0] - 1 if ends else len(ids))
+    if not ends:
+        bits = np.unpackbits(constraint.mask().view(np.uint8), bitorder="little")
+        allowed = {token for token in range(EOS_ID) if bits[token]}
+        letters = {token: TOKENIZER.decode([token]) for token in range(EOS_ID)}
+        assert allowed == {i for i, x in letters.items() if not any(w in text + x for w in words)}
+        assert bits[EOS_ID]

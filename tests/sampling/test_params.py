@@ -38,6 +38,8 @@ def test_defaults_are_those_of_sglang() -> None:
         "regex": None,
         "ebnf": None,
         "structural_tag": None,
+        "allowed_token_ids": None,  # nor the next one; they are vLLM's
+        "bad_words": None,
         "thinking_token_budget": None,
     }
 
@@ -96,6 +98,8 @@ WRONG: dict[str, list[Any]] = {
     "logit_bias": [3, [3], {1: 0.5, "1": 0.5}, *({i: 0.5} for i in (-1, 1.0, "x", "-1", "", True))],
     "stop": ["", ["a", ""], "a" * 257, [3], 3, b"x"],
     "stop_token_ids": [["a"], [1.0], 3, "3"],
+    "allowed_token_ids": [["a"], [1.0], [-1], [True], [], 3, "[3]"],
+    "bad_words": [[3], ["a", ""], 3, "a", {"a": 1}],
     "ignore_eos": [1],
     "sampling_seed": [-1, 2**64, 1.0, True],
     "simulate_acceptance": [-0.1, 1.1, NAN, True, "0.5"],

@@ -14,7 +14,7 @@ from specjax.sampling.grammar_compiler import GrammarCompiler
 from specjax.server import make_app
 from specjax.server.conversation import with_default_prompt
 from specjax.testing import Client, Files, running
-from specjax.testing.files import EOS_ID, letter_tokenizer, write_tokenizer
+from specjax.testing.files import EOS_ID, LETTERS, letter_tokenizer, write_tokenizer
 from specjax.text.parts import Tools
 from specjax.text.tool_formats import FORMATS, ToolCall
 
@@ -66,6 +66,9 @@ def test_answers_match_their_schema(structured: Client) -> None:
         ({"json_schema": {"enum": [[1, 2]], "x-guidance": {"item_separator": ";"}}}, {"[1,2]"}),
         ({"structured_outputs": {"json": True}, "max_tokens": 1}, set('"[{-0123456789tfn')),
         ({"ebnf": 'root ::= "u" | "v"'}, {"u", "v"}),
+        ({"allowed_token_ids": [LETTERS.index("k")], "max_tokens": 5}, {"kkkkk"}),
+        ({"bad_words": [*sorted({*LETTERS} - {*"uv"}), " "], "max_tokens": 1}, {"u", "v", ""}),
+        ({"bad_words": [], "regex": "xyz"}, {"xyz"}),
     ],
 )
 def test_other_fields(structured: Client, fields: dict[str, Any], texts: set[str]) -> None:
@@ -102,6 +105,8 @@ def test_json_object_and_native_parameters(structured: Client) -> None:
         ({"structured_outputs": {"json": 5}}, "structured_outputs", "structured_outputs=5 must be"),
         ({"json_schema": {"type": 5}}, "json_schema", "json_schema="),
         ({"regex": "a("}, "regex", "regex='a('"),
+        ({"bad_words": "a"}, "bad_words", "bad_words='a' must be a list of at least one string"),
+        ({"allowed_token_ids": [-1]}, "allowed_token_ids", "allowed_token_ids=[-1] must be"),
         (
             {"response_format": {"type": "structural_tag", "structures": [], "triggers": []}},
             "response_format",
