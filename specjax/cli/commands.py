@@ -45,6 +45,12 @@ def add_serve_parser(commands: Any) -> None:
         ("--served-model-name", str, None, "model name for clients (default: value of --model)"),
         ("--api-key", str, None, f"key that clients must send; safer to set {API_KEY}"),
         (
+            "--api-key-file",
+            Path,
+            None,
+            "file with further keys of clients, one per line, which is read again on SIGHUP",
+        ),
+        (
             "--admin-api-key",
             str,
             None,
@@ -69,7 +75,7 @@ def add_serve_parser(commands: Any) -> None:
         ("--shutdown-timeout", float, 30.0, "seconds for requests to finish after a signal"),
     ):
         suffix = "" if default is None else f" (default: {default})"
-        metavar = {int: "N", float: "X", str: "TEXT"}[kind]
+        metavar = {int: "N", float: "X", str: "TEXT", Path: "FILE"}[kind]
         group.add_argument(flag, type=kind, default=default, metavar=metavar, help=text + suffix)
     group.add_argument(
         "--cors-allow-origin",
@@ -114,6 +120,7 @@ def run_serve(
 ) -> int:
     check_integer("--port", args.port, 0, 65535)
     check_number("--shutdown-timeout", args.shutdown_timeout, at_least=0)
+    from specjax.server.keys import KeyFile
     from specjax.server.process import serve  # needs an optional dependency
     from specjax.server.service import Access, is_loopback
 
@@ -129,6 +136,7 @@ def run_serve(
         access=Access(
             # keys may come from the environment, because other users can read the command line
             api_key=or_environment(args.api_key, API_KEY),
+            key_file=args.api_key_file and KeyFile(args.api_key_file),
             admin_api_key=or_environment(args.admin_api_key, ADMIN_API_KEY),
             is_private=is_loopback(args.host),
             allowed_hosts=args.allowed_hosts,

@@ -6,6 +6,7 @@ import gc
 import logging
 import os
 import resource
+import signal
 import socket
 import sys
 import threading
@@ -112,7 +113,7 @@ def serve(
     if stays_after_failure:
         server.failure_seconds = None
     address = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
-    if not is_loopback(host) and access.api_key is None:
+    if not is_loopback(host) and not access.has_keys:
         logger.warning("%s accepts requests without an API key; set --api-key", address)
 
     is_over = threading.Event()
@@ -233,6 +234,8 @@ class Server(uvicorn.Server):
             listener.listen(BACKLOG)  # uvicorn has shortened its queue
         self._loop = asyncio.get_running_loop()
         self._loop.set_exception_handler(AcceptFailures())
+        if (key_file := self._service.access.key_file) is not None:
+            self._loop.add_signal_handler(signal.SIGHUP, key_file.reload)
         self.has_begun.set()
         if self._deadline is not None:
             await self._drain()

@@ -17,6 +17,7 @@ from specjax.engine.engine import Engine
 from specjax.scheduling.loop import EngineFault
 from specjax.server.exchange import Exchange, LargeBodies, UnreadAnswers
 from specjax.server.fields import ApiError, Body, IgnoredFields
+from specjax.server.keys import KeyFile
 from specjax.text.completion import TokenTexts
 from specjax.text.tokenizer import Tokenizer
 
@@ -37,6 +38,7 @@ class Access:
     """Access control. A key that is empty, not printable or has whitespace raises ValueError."""
 
     api_key: str | None = None  # required on all routes that are not open
+    key_file: KeyFile | None = None  # further keys, which are not those of administrators
     # Required on administration routes. Default: the API key; without one, only local callers.
     admin_api_key: str | None = None
     # if the server listens on a loopback address: without a key, pages of other sites are refused
@@ -53,21 +55,27 @@ class Access:
                     f"SPECJAX_{name.upper()}"
                 )
 
+    @property
+    def has_keys(self) -> bool:
+        """Whether callers must send a key."""
+        return self.api_key is not None or self.key_file is not None
+
     def check(self, exchange: Exchange) -> None:
         """Raise ApiError if the caller may not use the server."""
-        if self.api_key is not None:
-            _check_key(exchange, self.api_key, self.admin_api_key)
+        if self.has_keys:
+            keys = () if self.key_file is None else self.key_file.keys
+            _check_key(exchange, self.api_key, self.admin_api_key, *keys)
         elif self.is_private:
             self._check_site(exchange)
 
     def check_admin(self, exchange: Exchange) -> None:
         """Raise ApiError if the caller may not administer the server."""
-        if self.admin_api_key is not None:
-            _check_key(exchange, self.admin_api_key)
-        elif self.api_key is None:
+        if (admin_key := self.admin_api_key or self.api_key) is not None:
+            _check_key(exchange, admin_key)
+        else:
             client = exchange.scope.get("client")
             if client is not None and not is_loopback(client[0]):
-                message = "without an API key only callers on the server's host may use this route"
+                message = "without --admin-api-key, only callers on the server's host may do this"
                 raise ApiError(403, message, code="not_local")
             self._check_site(exchange)
 

@@ -1,16 +1,23 @@
 """Access control and limits of the server."""
 
+import asyncio
+import os
+import signal
 import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import Mock
 
 import pytest
+import uvicorn
 
 from specjax.server import exchange, make_app
 from specjax.server.app import route
 from specjax.server.exchange import Exchange
 from specjax.server.fields import ApiError
+from specjax.server.keys import KeyFile
+from specjax.server.process import Server, bind
 from specjax.server.service import Access, Service
 from specjax.testing import Client, running
 
@@ -56,6 +63,59 @@ def refusal(access: Access, headers: dict[str, str], client: str = "127.0.0.1") 
     except ApiError as error:
         return error.code
     return None
+
+
+def test_keys_of_a_file_are_read_again(tmp_path, caplog) -> None:
+    """A file that is wrong leaves the keys as they were."""
+    path = tmp_path / "keys"
+    path.write_text("# clients\n\n one \ntwö\n")
+    key_file = KeyFile(path)
+
+    def codes(**others: str) -> list[str | None]:
+        access = Access(key_file=key_file, **others)
+        keys = ("one", "twö", "three", "# clients", "")
+        sent = ({"x-api-key": key} for key in keys)
+        return [refusal(access, headers, "10.0.0.7") for headers in sent]
+
+    wrong = "invalid_api_key"
+    assert codes() == ["not_local", "not_local", wrong, wrong, wrong]
+    assert codes(api_key="three") == [wrong, wrong, None, wrong, wrong]
+    assert codes(admin_api_key="one") == [None, wrong, wrong, wrong, wrong]
+    path.write_text("three\n")
+    key_file.reload()
+    assert codes() == [wrong, wrong, "not_local", wrong, wrong]
+    for text, reason in (("", "must have at least one key"), ("four\na b", "line 2: a key must")):
+        path.write_text(text)
+        key_file.reload()
+        assert reason in caplog.messages[-1]
+        with pytest.raises(ValueError, match=reason):
+            KeyFile(path)
+    path.unlink()
+    key_file.reload()
+    assert codes() == [wrong, wrong, "not_local", wrong, wrong]
+    assert Access(key_file=key_file).has_keys
+    assert not Access().has_keys
+    assert "three" not in caplog.text
+
+
+def test_a_signal_reads_the_keys_again() -> None:
+    access = Access(key_file=Mock())
+
+    async def main(listener: socket.socket) -> None:
+        options = {"lifespan": "off", "ws": "none", "log_config": None}
+        config = uvicorn.Config(lambda *_: None, **options)
+        config.load()
+        server = Server(config, Mock(access=access), 1.0)
+        server.lifespan = config.lifespan_class(config)
+        await server.startup([listener])
+        os.kill(os.getpid(), signal.SIGHUP)
+        await asyncio.sleep(0.05)
+        access.key_file.reload.assert_called_once_with()
+        for one in server.servers:
+            one.close()
+
+    with bind("127.0.0.1", 0) as listener:
+        asyncio.run(main(listener))
 
 
 PAGE = {"host": "127.0.0.1:30000", "origin": "http://page.example"}
