@@ -24,6 +24,7 @@ from specjax.server.generating import generate, read_body
 from specjax.server.messages import count_tokens, error_json, read_message
 from specjax.server.native import answer_abort, read_generate
 from specjax.server.responses import read_response
+from specjax.server.scrape import metrics
 from specjax.server.service import MAX_BODY_BYTES, MAX_REQUESTS, Access, Service
 
 logger = logging.getLogger(__name__)
@@ -79,8 +80,8 @@ def route(service: Service) -> Router:
     table: list[Route] = []
 
     def to(paths: str, handler: Handler, *methods: str, **options: Any) -> None:
-        endpoint = Endpoint(service, handler, methods, **options)
-        table.extend(Route(path, endpoint) for path in paths.split())
+        for path in paths.split():
+            table.append(Route(path, Endpoint(service, path, handler, methods, **options)))
 
     get, post = ("GET", "HEAD"), "POST"
     to("/", routes.page, *get, is_public=True, needs_engine=False)
@@ -99,7 +100,7 @@ def route(service: Service) -> Router:
     to("/health_generate", routes.health_generate, *get)
     to("/ping", routes.health, *get, post, is_public=True)
     to("/version", routes.version, *get, needs_engine=False)
-    to("/metrics", routes.metrics, *get, is_public=True)
+    to("/metrics", metrics, *get, is_public=True, needs_engine=False)
     to("/v1/loads", routes.loads, *get)
     to("/kv_event_sources", routes.kv_event_sources, *get)
     to("/get_server_info /server_info", routes.server_info, *get)
@@ -116,7 +117,10 @@ def route(service: Service) -> Router:
         CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"]
     )
     return Router(
-        table, redirect_slashes=False, default=no_route, middleware=[cors] if origins else None
+        table,
+        redirect_slashes=False,
+        default=partial(no_route, service),
+        middleware=[cors] if origins else None,
     )
 
 
@@ -125,6 +129,7 @@ class Endpoint:
     """ASGI application that calls a handler for every request to a route."""
 
     service: Service
+    path: str  # of the route
     handler: Handler
     methods: Collection[str]
     is_public: bool = False  # needs no API key
@@ -153,6 +158,9 @@ class Endpoint:
                 exchange.status = ClientGoneError.status
             except Exception as error:
                 await exchange.fail(_api_error(scope, error), self.error)
+            finally:
+                method = scope["method"] if scope["method"] in self.methods else "other"
+                self.service.responses[self.path, method, exchange.status] += 1
 
 
 def _api_error(scope: Scope, error: Exception) -> ApiError:
@@ -170,13 +178,14 @@ def _api_error(scope: Scope, error: Exception) -> ApiError:
     return ApiError(500, "internal error; see the server log")
 
 
-async def no_route(scope: Scope, receive: Receive, send: Send) -> None:
+async def no_route(service: Service, scope: Scope, receive: Receive, send: Send) -> None:
     if scope["type"] == "websocket":
         await send({"type": "websocket.close"})
         return
     exchange = Exchange(scope, receive, send)
     with exchange.logged(logging.INFO):
         await exchange.fail(_unknown_route(exchange, 404))
+    service.responses["unknown", "other", exchange.status] += 1
 
 
 def _unknown_route(exchange: Exchange, status: int) -> ApiError:

@@ -6,20 +6,14 @@ import hashlib
 import os
 import re
 import time
-from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from prometheus_client import generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-
 import specjax
 from specjax.checks import ParameterError, is_integer
-from specjax.metrics import METRICS, PREFIX, Metric, families
 from specjax.server.chat import take_conversation
 from specjax.server.exchange import Exchange, Header, dump
 from specjax.server.fields import ApiError, Body, bad_value, client_names, finish_fields
@@ -27,35 +21,7 @@ from specjax.server.service import Service
 
 HEALTH_SECONDS = 20.0
 MAX_DETOKENIZED, MAX_IDS_BYTES = 2**20, 2**23  # maximum ids per text, and bytes of a body
-METRICS_KIND = b"text/plain; version=0.0.4; charset=utf-8"
 _STARTED = int(time.time())
-_REASON = "finished_reason"
-_PER_POSITION = "spec_decode_num_accepted_tokens_per_pos"
-_SUCCESS = "Number of finished requests, by reason."
-# vLLM's names, which benchmarks, dashboards and gateways look for
-ALIASES = (
-    Metric("num_requests_running", "gauge", "num_running", "Number of running requests."),
-    Metric("num_requests_waiting", "gauge", "num_waiting", "Number of waiting requests."),
-    Metric("kv_cache_usage_perc", "gauge", "token_usage", "Used fraction of the KV pool, 0 to 1."),
-    Metric("num_preemptions", "counter", "num_retracted", "Number of preemptions."),
-    Metric("prompt_tokens", "counter", "prompt_tokens", "Number of prompt tokens."),
-    Metric("generation_tokens", "counter", "generated_tokens", "Number of completion tokens."),
-    Metric("prefix_cache_queries", "counter", "prompt_tokens", "Prompt tokens looked up."),
-    Metric("prefix_cache_hits", "counter", "cached_tokens", "Prompt tokens served from cache."),
-    Metric("request_success", "counter", "num_stopped", _SUCCESS, label=(_REASON, "stop")),
-    Metric("request_success", "counter", "num_cut", _SUCCESS, label=(_REASON, "length")),
-    Metric("request_success", "counter", "num_aborted", _SUCCESS, label=(_REASON, "abort")),
-    Metric("request_prompt_tokens", "histogram", "prompt_length", "Prompt tokens per request."),
-    Metric("request_generation_tokens", "histogram", "completion_length", "Completion tokens."),
-    Metric("request_queue_time_seconds", "histogram", "queue_time", "Seconds in the queue."),
-    Metric("time_to_first_token_seconds", "histogram", "time_to_first_token", "TTFT in seconds."),
-    Metric("inter_token_latency_seconds", "histogram", "inter_token_latency", "ITL in seconds."),
-    Metric("e2e_request_latency_seconds", "histogram", "e2e_latency", "Seconds per request."),
-    Metric("spec_decode_num_drafts", "counter", "num_verifies", "Number of verify passes."),
-    Metric("spec_decode_num_draft_tokens", "counter", "num_proposed_drafts", "Verified drafts."),
-    Metric("spec_decode_num_accepted_tokens", "counter", "num_accepted_drafts", "Accepted drafts."),
-    Metric(_PER_POSITION, "counter", "accepted_by_position", "Accepted drafts by position."),
-)
 
 Json = dict[str, Any]
 
@@ -184,32 +150,6 @@ async def loads(service: Service, exchange: Exchange) -> Json:
     }
     timestamp = datetime.now(UTC).isoformat()
     return {"timestamp": timestamp, "version": specjax.__version__, "loads": [load]}
-
-
-async def metrics(service: Service, exchange: Exchange) -> None:
-    await exchange.reply(generate_latest(ServerMetrics(service)), kind=METRICS_KIND)
-
-
-@dataclass(frozen=True)
-class ServerMetrics:
-    """All metric families of a server, in the form of a Prometheus registry."""
-
-    service: Service
-
-    def collect(self) -> Iterable[Any]:
-        name, engine = self.service.name, self.service.engine
-        totals, config = engine.metrics.snapshot(), engine.config
-        yield from families(totals, METRICS, PREFIX, name)
-        yield from families(totals, ALIASES, "vllm:", name)
-        sizes = {"block_size": str(config.page_size), "num_gpu_blocks": str(config.num_pages - 1)}
-        sizes["model_name"] = name
-        info = GaugeMetricFamily("vllm:cache_config_info", "KV cache sizes.", labels=list(sizes))
-        info.add_metric(list(sizes.values()), 1)
-        yield info
-        text = "Number of ignored unknown request fields."
-        ignored = CounterMetricFamily(f"{PREFIX}ignored_request_fields", text)
-        ignored.add_metric([], self.service.ignored_fields.count)
-        yield ignored
 
 
 @client_names("prompt")

@@ -3,6 +3,7 @@
 import asyncio
 import hmac
 import re
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -29,6 +30,7 @@ READS_AT_ONCE = 16
 MAX_REPORTED = 2**19
 MAX_BODY_BYTES = 32 * 2**20
 MAX_UNREAD_BYTES = 128 * 2**20  # maximum size of finished responses that clients have not read
+STATES = ("ready", "starting", "stopping", "engine_failed")
 # Host name or address with an optional port.
 _HOST = re.compile(r"(?:([\w.-]+)|\[([\da-fA-F:.]+)\])(?::\d+)?")
 
@@ -137,6 +139,7 @@ class Service:
         self.default_max_tokens = default_max_tokens  # of requests that set none
         self.num_requests = 0
         self.ignored_fields = IgnoredFields()
+        self.responses = Counter[tuple[str, str, int]]()  # by route, method and status
         self.renderers = ThreadPoolExecutor(4, "specjax-render")  # of chat templates
         self.compilers = ThreadPoolExecutor(32, "specjax-grammar")  # wait for grammars
         # of calls that wait for the engine's thread; requests use other pools
@@ -190,6 +193,18 @@ class Service:
     def report_progress(self, num_ready: int, num_all: int) -> None:
         """Show the progress of compiling in error responses until the engine is ready."""
         self._progress = f": {num_ready}/{num_all} functions ready"
+
+    @property
+    def state(self) -> str:
+        """One of ``STATES``."""
+        try:
+            self.check_open()
+            self.engine  # noqa: B018 - raises if there is none
+        except ApiError as error:
+            return error.code or "engine_failed"
+        except EngineFault:
+            return "engine_failed"
+        return "ready"
 
     @property
     def name(self) -> str:

@@ -97,12 +97,15 @@ def test_everything_is_unavailable_until_the_engine_is_ready(engine) -> None:
             assert answer.status == 503
             assert answer.error["code"] == "starting"
             assert answer.headers["retry-after"] == "1"
+        assert states(client) == ["starting"]
         future.set_result(engine)
         assert client.get("/health").status == 200
+        assert states(client) == ["ready"]
     broken: Future[Engine] = Future()
     broken.set_exception(ValueError("no weights"))
     with running(make_app(broken)) as port:
         answer = Client(port).get("/health")
+        assert states(Client(port)) == ["engine_failed"]
         assert answer.status == 503
         assert "weights" not in answer.error["message"]
 
@@ -123,12 +126,46 @@ def scraped(client: Client) -> dict[tuple[str, str], Any]:
 
 
 def test_the_dashboard_asks_for_metrics_that_are_there(client) -> None:
-    path = Path(__file__).parents[2] / "examples" / "deploy" / "grafana" / "specjax.json"
-    panels = json.loads(path.read_text(encoding="utf-8"))["panels"]
+    folder = Path(__file__).parents[2] / "examples" / "deploy"
+    panels = json.loads((folder / "grafana" / "specjax.json").read_text("utf-8"))["panels"]
     queries = [target["expr"] for panel in panels for target in panel["targets"]]
+    queries.append((folder / "rules.yaml").read_text("utf-8"))
     asked = {name for query in queries for name in re.findall(r"specjax:\w+", query)}
     assert len(asked) > 10
     assert asked <= {name for name, _ in scraped(client)}
+
+
+def test_responses_are_counted_by_route_and_status(client) -> None:
+    def responses() -> dict[tuple[str, ...], float]:
+        families = text_string_to_metric_families(client.get("/metrics").body.decode())
+        counted = next(x for x in families if x.name == "specjax:http_responses")
+        order = ("endpoint", "method", "status_code")
+        return {tuple(x.labels[name] for name in order): x.value for x in counted.samples}
+
+    before = responses()
+    client.get("/v1/models/other")
+    client.post("/generate", {"text": 3})
+    client.ask("PATCH", "/generate", None)
+    client.get("/no/such/route")
+    after = responses()
+    keys = [
+        ("/v1/models/{name:path}", "GET", "404"),
+        ("/generate", "POST", "400"),
+        ("/generate", "other", "405"),
+        ("unknown", "other", "404"),
+        ("/metrics", "GET", "200"),
+    ]
+    assert {key: count - before.get(key, 0) for key, count in after.items()} == {
+        key: float(key in keys) for key in after
+    }
+    assert set(keys) <= set(after)
+
+
+def states(client: Client) -> list[str]:
+    families = text_string_to_metric_families(client.get("/metrics").body.decode())
+    (state,) = [x for x in families if x.name == "specjax:server_state"]
+    assert len(state.samples) == 4
+    return [x.labels["state"] for x in state.samples if x.value == 1]
 
 
 def test_metrics_have_the_names_of_vllm(engine, client) -> None:
@@ -150,9 +187,13 @@ def test_metrics_have_the_names_of_vllm(engine, client) -> None:
     sizes = samples["vllm:cache_config_info", ""].labels
     assert int(sizes["block_size"]) * int(sizes["num_gpu_blocks"]) == totals.max_total_tokens
     assert samples["specjax:spec_accept_length", ""].value == totals.accept_length
-    own = samples.pop(("specjax:ignored_request_fields_total", ""))
-    assert own.labels == {}
-    assert {sample.labels["model_name"] for sample in samples.values()} == {MODEL}
+    of_server = (
+        "process_",
+        *(f"specjax:{name}" for name in ("http", "server", "build", "ignored")),
+    )
+    of_engine = [x for x in samples.values() if not x.name.startswith(of_server)]
+    assert len(of_engine) > 30
+    assert {sample.labels["model_name"] for sample in of_engine} == {MODEL}
     for name in (
         "time_to_first_token_seconds_bucket inter_token_latency_seconds_sum "
         "e2e_request_latency_seconds_count prompt_tokens_total generation_tokens_total "

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from specjax.sampling.params import SamplingParams
-from specjax.server import fields, routes
+from specjax.server import fields, scrape
 from specjax.server.answers import LEAST, ChoicesAnswer, Cursor, speculative_metrics, usage
 from specjax.server.app import make_app
 from specjax.server.chat import ChatAnswer
@@ -99,7 +99,7 @@ def test_acceptance_is_summed_over_choices() -> None:
             *fields.IGNORED,
             *fields.REFUSED,
             *fields.NAMES,
-            *(f"vllm:{a.name}" for a in routes.ALIASES),
+            *(f"vllm:{a.name}" for a in scrape.ALIASES),
         }
     ),
 )
