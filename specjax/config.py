@@ -447,6 +447,7 @@ class BlockConfig(FeatureConfig):
         )
 
 
+TOKEN_LIMIT = 2**32  # above all token ids
 # maximum number of rows per verify in one attention tile, without the root
 MAX_STEPS = 63
 # maximum number of rows in a verified tree, including the root

@@ -31,7 +31,8 @@ SAMPLING_ARGUMENTS = tuple(
     field.name
     for field in fields(SamplingParams)
     if field.name
-    not in "n logit_bias stop_token_ids allowed_token_ids bad_words simulate_acceptance".split()
+    not in "n logit_bias stop_token_ids allowed_token_ids bad_words cache_salt "
+    "simulate_acceptance".split()
 )
 
 

@@ -86,11 +86,12 @@ class PageBudget:
         Returns ``False`` and gives no pages if too few would be left for the running requests.
         Updates ``capacity``, the page totals of the running requests.
         """
-        node, shared = self.cache.match(holding.prefill_ids, holding.num_cacheable)
+        text = holding.cache_keys(holding.prefill_ids)
+        node, shared = self.cache.match(text, holding.num_cacheable)
         holding.num_matched = len(shared) * self._allocator.page_size
         if (usable := self._usable(shared)) < len(shared):
             limit = usable * self._allocator.page_size
-            node, shared = self.cache.match(holding.prefill_ids, limit)
+            node, shared = self.cache.match(text, limit)
         self.cache.lock(node)
         holding.node, holding.num_shared = node, len(shared)
         holding.num_cached = holding.kv_len = len(shared) * self._allocator.page_size
@@ -168,7 +169,7 @@ class PageBudget:
         """
         if not self._is_sharing or holding.node is None:
             return True
-        text = holding.prefill_ids
+        text = holding.cache_keys(holding.prefill_ids)
         count = self.cache.num_matched_pages(len(text))
         if count == holding.num_shared:
             return True
@@ -188,7 +189,7 @@ class PageBudget:
             self._allocator.free(duplicates)
         return True
 
-    def release(self, holding: PageHolding, known_ids: Sequence[int] | None) -> None:
+    def release(self, holding: PageHolding, known_ids: list[int] | None) -> None:
         """Take back all pages of a holding.
 
         The full pages of ``known_ids`` (all tokens of the request) go to the prefix cache; ``None``
@@ -202,9 +203,10 @@ class PageBudget:
                 # the KV of the last known token is not in the pool
                 full = self.cache.num_matched_pages(holding.kv_len + 1)
                 full = max(full, holding.num_shared)
-                owned = self.cache.insert(known_ids, holding.pages[:full]) + holding.pages[full:]
+                text = holding.cache_keys(known_ids)
+                owned = self.cache.insert(text, holding.pages[:full]) + holding.pages[full:]
                 if self._followers:
-                    cached = self.cache.match(known_ids)[1][:full]
+                    cached = self.cache.match(text)[1][:full]
                     for follower in self._followers:
                         follower.move(holding.pages, cached)
                     holding.pages[: len(cached)] = cached

@@ -25,6 +25,7 @@ import zmq
 from msgspec import Meta, Struct
 
 from specjax.checks import short
+from specjax.config import TOKEN_LIMIT
 from specjax.json_file import parse_json, read_json
 
 if TYPE_CHECKING:
@@ -153,6 +154,8 @@ class KVEventPublisher:
 
     def stored(self, nodes: Sequence["Node"]) -> None:
         """Publish pages that follow one another."""
+        if nodes[0].key[0] >= TOKEN_LIMIT:
+            return  # the cache is salted: these pages serve no other request
         hashes, tokens = self._hashes, list[int]()
         parent = before = hashes.get(nodes[0].parent) if nodes[0].parent else None
         for node in nodes:
@@ -165,8 +168,9 @@ class KVEventPublisher:
 
     def removed(self, nodes: Sequence["Node"], *, is_empty: bool) -> None:
         """Publish pages that are cached no more, or that the cache is empty."""
-        hashes = [self._hashes.pop(node) for node in nodes]
-        self._events.put(AllBlocksCleared() if is_empty else BlockRemoved(hashes, PLACE))
+        hashes = [self._hashes.pop(node) for node in nodes if node in self._hashes]
+        if hashes:
+            self._events.put(AllBlocksCleared() if is_empty else BlockRemoved(hashes, PLACE))
 
     def close(self) -> None:
         """Send what is left."""

@@ -2,10 +2,17 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from hashlib import sha256
 from typing import NamedTuple
 
+from specjax.config import TOKEN_LIMIT
 from specjax.kv.prefix_cache import Node
 from specjax.types import DraftShape
+
+
+def salt_of(text: str | None) -> int:
+    """The number that stands for a salt, which is added to tokens; 0 without one."""
+    return 0 if text is None else TOKEN_LIMIT * int.from_bytes(sha256(text.encode()).digest()[:8])
 
 
 class KVWrites(NamedTuple):
@@ -46,6 +53,7 @@ class PageHolding:
     prefill_ids: list[int]  # the prompt, and any output from before a preemption
     max_kv_tokens: int  # maximum number of the request's tokens in the pool
     num_cacheable: int  # number of leading tokens whose KV may come from the prefix cache
+    salt: int = 0  # pages are shared among holdings with equal salts
     pages: list[int] = field(default_factory=list)  # in the order of the text
     num_shared: int = 0  # number of leading pages owned by the prefix cache, which are only read
     node: Node | None = None  # node of the last shared page in the prefix cache; it is locked
@@ -53,6 +61,10 @@ class PageHolding:
     num_matched: int = 0  # number of leading tokens that were cached, maybe without their windows
     kv_len: int = 0
     unread_rounds: int = 0  # rounds dispatched but not read by the host
+
+    def cache_keys(self, ids: list[int]) -> list[int]:
+        """The keys of a text of the request in the prefix cache: its tokens with the salt."""
+        return [self.salt + token for token in ids] if self.salt else ids
 
     def max_kv_len(self, writes: KVWrites, dispatches: int = 1) -> int:
         """Maximum number of KV indices in use after all dispatches so far and ``dispatches`` more.

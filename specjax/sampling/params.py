@@ -81,6 +81,8 @@ class SamplingParams:
         allowed_token_ids: token ids that the completion may have; without an end token among them
             it ends at a stop string or at its maximum length.
         bad_words: strings that the completion must not contain, however they are split into tokens.
+        cache_salt: text of at most 256 characters; the prefix cache shares pages only among
+            requests with the same salt, so nobody else can find out by time what they asked.
         thinking_token_budget: maximum tokens of reasoning, after which its end is forced; needs the
             engine options ``reasoning_parser`` and ``grammar_backend``.
         simulate_acceptance: from 0 to 1, replaces the engine option of this name, if that is set.
@@ -113,6 +115,7 @@ class SamplingParams:
     structural_tag: str | Mapping[str, Any] | None = None
     allowed_token_ids: tuple[int, ...] | list[int] | None = None
     bad_words: tuple[str, ...] | list[str] | None = None
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
     thinking_token_budget: Annotated[int, Meta(ge=0, le=INT32_MAX)] | None = None
 
     def __post_init__(self) -> None:

@@ -14,6 +14,7 @@ from functools import partial
 from specjax.adaptive.controller import TierController
 from specjax.checks import ParameterError
 from specjax.kv.budget import Capacity, PageBudget
+from specjax.kv.holding import salt_of
 from specjax.kv.pages import PageAllocator
 from specjax.kv.prefix_cache import Watcher
 from specjax.kv.window_pages import WindowPages
@@ -356,6 +357,7 @@ class Scheduler:
             prefill_ids=request.known_ids,
             max_kv_tokens=request.max_kv_tokens,
             num_cacheable=request.num_cacheable,
+            salt=salt_of(request.params.cache_salt),
         )
         if not self._budget.admit(row, self._running, capacity):
             self._blocked_steps = RETRY_STEPS

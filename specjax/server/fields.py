@@ -49,7 +49,7 @@ NAMES = {
         for name in "temperature top_p top_k min_p frequency_penalty presence_penalty "
         "repetition_penalty logit_bias n stop stop_token_ids ignore_eos speculative no_stop_trim "
         "skip_special_tokens simulate_acceptance json_schema regex ebnf structural_tag "
-        "allowed_token_ids bad_words thinking_token_budget".split()
+        "allowed_token_ids bad_words cache_salt thinking_token_budget".split()
     },
     "include_stop_str_in_output": "no_stop_trim",
 }

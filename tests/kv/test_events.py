@@ -12,6 +12,7 @@ import zmq
 
 from specjax.engine.args import EngineArgs
 from specjax.kv.events import KVEventPublisher, KVEventsConfig, read_config
+from specjax.kv.holding import salt_of
 from specjax.kv.pages import PageAllocator
 from specjax.kv.prefix_cache import Node, PrefixCache
 
@@ -161,6 +162,23 @@ def test_hashes_do_not_depend_on_the_order_of_texts(publisher: KVEventPublisher)
         cache.flush()
     assert names[0] == names[1]
     assert len(names[0]) == 4  # one page of ones is followed by a one, another is not
+
+
+def test_salted_pages_are_not_published(publisher: KVEventPublisher) -> None:
+    pool = PageAllocator(20, SIZE)
+    cache = PrefixCache(pool, lookahead=1)
+    cache.watcher = publisher
+    with closing(Reader(publisher.source)) as reader:
+        for salt in (salt_of("a"), 0, salt_of("b")):
+            text = [salt + token for token in range(9)]
+            pages = pool.allocate(2)
+            assert pages is not None
+            assert cache.insert(text, pages) == []
+        reader.read()
+        assert reader.pages == {((0, 1, 2, 3, 4),), ((0, 1, 2, 3, 4), (4, 5, 6, 7, 8))}
+        cache.flush()
+        reader.read()
+        assert reader.pages == set()
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,7 @@ def test_defaults_are_those_of_sglang() -> None:
         "structural_tag": None,
         "allowed_token_ids": None,  # nor the next one; they are vLLM's
         "bad_words": None,
+        "cache_salt": None,
         "thinking_token_budget": None,
     }
 
@@ -99,6 +100,7 @@ WRONG: dict[str, list[Any]] = {
     "stop": ["", ["a", ""], "a" * 257, [3], 3, b"x"],
     "stop_token_ids": [["a"], [1.0], 3, "3"],
     "allowed_token_ids": [["a"], [1.0], [-1], [True], [], 3, "[3]"],
+    "cache_salt": ["", "a" * 257, 3, ["a"]],
     "bad_words": [[3], ["a", ""], 3, "a", {"a": 1}],
     "ignore_eos": [1],
     "sampling_seed": [-1, 2**64, 1.0, True],

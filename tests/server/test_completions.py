@@ -163,6 +163,19 @@ def test_cached_tokens_are_reported(engine, client) -> None:
     assert cached[1] > 8
 
 
+def test_salts_share_no_pages(engine, client) -> None:
+    """Each finds its own pages, those of the answer included, and all texts are the same."""
+    engine.flush_cache()
+    asked = {"prompt": "a long prompt that fills pages"} | GREEDY
+    bodies = [
+        client.post(ROUTE, asked | salt).json()
+        for salt in 2 * ({}, {"cache_salt": "a"}, {"cache_salt": "b"}, {"cache_salt": None})
+    ]
+    cached = [body["usage"]["prompt_tokens_details"]["cached_tokens"] for body in bodies]
+    assert [count > 8 for count in cached] == [False] * 3 + [True] * 5
+    assert len({body["choices"][0]["text"] for body in bodies}) == 1
+
+
 def test_acceptance_is_reported_under_both_names(client) -> None:
     body = client.post(ROUTE, {"prompt": "hello"} | GREEDY).json()
     figures, meta = body["metrics"]["speculative_decoding"], body["choices"][0]["meta_info"]
