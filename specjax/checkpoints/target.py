@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from specjax.checkpoints.checkpoint import Checkpoint
-from specjax.checkpoints.gguf import GGUFFile, gguf_config, gguf_source, tokenizer_from_gguf
+from specjax.checkpoints.gguf import GGUFFile
+from specjax.checkpoints.gguf_model import gguf_config, gguf_source
+from specjax.checkpoints.gguf_tokenizer import tokenizer_from_gguf
 from specjax.checkpoints.huggingface import OF_IMAGES, huggingface_config, open_text, text_name
 from specjax.checkpoints.quantization import SUFFIXES
 from specjax.checkpoints.tensors import copy_header
@@ -171,6 +173,7 @@ class TargetCheckpoint(Checkpoint[ModelConfig]):
 
     name: str
     load_tokenizer: Callable[[], Tokenizer]  # raises ValueError if it is missing or not supported
+    stored: str = ""  # types of a GGUF file's matrices that are dequantised
 
     def with_tokenizer(
         self, tokenizer: str | os.PathLike[str] | None, template: str | os.PathLike[str] | None
@@ -194,6 +197,17 @@ class TargetCheckpoint(Checkpoint[ModelConfig]):
             f"{config.model_type} model {self.path}: {config.num_layers} layers of "
             f"{config.hidden_size}, vocabulary {config.vocab_size}, dtype {config.dtype}"
         )
+
+    @property
+    def matrices(self) -> str:
+        """How matrices are kept, and which types of a GGUF file they are made of."""
+        quantization, dtype = self.config.quantization, self.config.dtype
+        if not self.stored:
+            return str(quantization or dtype)
+        if quantization is not None:
+            return f"{quantization}, from {self.stored}"
+        hint = "quantization='int8' or 'int4' keeps fewer bits"
+        return f"{dtype}, dequantised from {self.stored}; {hint}"
 
     def canonical_name(self, name: str) -> str:
         """Map the name that a tensor has in a model with images to that in a text model."""
@@ -232,6 +246,7 @@ def open_target(
         file = GGUFFile(path)
         config = gguf_config(file, dtype)
         source = partial(gguf_source, file, config)
-        return TargetCheckpoint(config, path, source, name, partial(tokenizer_from_gguf, file))
+        stored, load = ", ".join(file.quantised_types), partial(tokenizer_from_gguf, file)
+        return TargetCheckpoint(config, path, source, name, load, stored)
     config, source = huggingface_config(path, dtype), partial(open_text, path)
     return TargetCheckpoint(config, path, source, name, partial(Tokenizer.from_pretrained, path))

@@ -83,7 +83,9 @@ def _facts(
     if any(windows := getattr(config, "windows", ())):
         sizes = ", ".join(map(str, sorted(set(windows) - {0})))
         yield "windows", f"{sizes} in {sum(map(bool, windows))} of {config.num_layers} layers"
-    if config.quantization is not None:
+    if isinstance(opened, TargetCheckpoint) and opened.stored:
+        yield "matrices", opened.matrices
+    elif config.quantization is not None:
         yield "matrices", str(config.quantization)
     values = 2 * config.num_layers * config.num_kv_heads * config.head_dim
     plain = f"{values * config.dtypes.kv.itemsize} bytes per token in {config.dtype}"

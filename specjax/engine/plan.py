@@ -91,7 +91,6 @@ class EnginePlan:
                 f"{largest.nodes} tokens verified per round"
             )
         kind, windows = self.networks.placement.device.device_kind, ""
-        weights = target.config.quantization or target.config.dtype
         kv = "" if self.args.kv_cache_dtype == "auto" else f" of {self.args.kv_cache_dtype}"
         if tokens := config.max_window_tokens:
             windows = f", and {tokens // config.page_size} pages for layers with a window"
@@ -100,7 +99,7 @@ class EnginePlan:
             speculation,
             f"context length {self.context_length} tokens, up to {config.num_slots - 1} running "
             f"requests, batch buckets {list(config.batch_buckets)}",
-            f"{target.name} ({weights}) on {kind}: weights "
+            f"{target.name} ({target.matrices}) on {kind}: weights "
             f"{self.needs.weight_bytes / 1e9:.2f} GB, KV {self.kv_bytes / 1e9:.2f} GB{kv}: "
             f"{config.num_pages - 1} pages of {config.page_size} tokens, {config.max_total_tokens} "
             f"tokens{windows}",

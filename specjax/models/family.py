@@ -32,6 +32,24 @@ def alike(config: ModelConfig, **differences: Any) -> tuple[LayerKind, ...]:
     return tuple(kind(*pair) for pair in zip(windows, ropes, strict=True))
 
 
+def _nothing(config: Fields) -> dict[str, Any]:
+    return {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class GGUF:
+    """How GGUF files of llama.cpp's converter differ from Hugging Face directories of a family.
+
+    Of families with the same ``arch``, the last one whose ``needs`` a file has reads it.
+    """
+
+    arch: str  # general.architecture
+    interleaved: bool = False  # the converter interleaves the halves of query and key heads
+    needs: tuple[str, ...] = ()  # keys that all files of the family have
+    # values of config.json that follow from others, and which files leave out
+    derive: Callable[[Fields], dict[str, Any]] = _nothing
+
+
 @dataclass(frozen=True, kw_only=True)
 class Family:
     """A model family: its configuration reader and the kinds of its layers."""
@@ -42,8 +60,7 @@ class Family:
     layers: Callable[[ModelConfig], tuple[LayerKind, ...]] = alike
     config: type[ModelConfig] = ModelConfig
     defaults: Mapping[str, Any] = field(default_factory=dict)  # keys that config.json may omit
-    # order of query and key rows in GGUF files: "halves" or "interleaved"; None: not supported
-    gguf: str | None = None
+    gguf: GGUF | None = None  # None: GGUF files are refused
 
 
 def attention_biases(config: Fields) -> dict[str, Any]:

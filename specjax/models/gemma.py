@@ -6,7 +6,14 @@ from typing import Any
 
 from specjax.config import Rope, Scale
 from specjax.json_file import Fields, Flag, PositiveSize, Size
-from specjax.models.family import Family, alike, attention_biases, layer_windows, sliding_layers
+from specjax.models.family import (
+    GGUF,
+    Family,
+    alike,
+    attention_biases,
+    layer_windows,
+    sliding_layers,
+)
 from specjax.models.rope import local_theta
 
 
@@ -39,6 +46,14 @@ def _gemma3(config: Fields) -> dict[str, Any]:
     return _gemma2(config, pattern=6) | {"qk_norm": True, "layer_ropes": ropes}
 
 
+def _score_scale(depth_of_27b: int, config: Fields) -> dict[str, Any]:
+    """The scale of scores is that of a head, except in the model of 27B."""
+    if config.get("num_hidden_layers", Size) != depth_of_27b:
+        return {"query_pre_attn_scalar": config.get("head_dim", Size)}
+    heads = config.get("num_attention_heads", PositiveSize)
+    return {"query_pre_attn_scalar": config.get("hidden_size", Size) / heads}
+
+
 _DEFAULTS = {
     "head_dim": 256,
     "hidden_act": "gelu_pytorch_tanh",
@@ -61,6 +76,7 @@ GEMMA = Family(
     read=_gemma,
     layers=partial(alike, norm_offset=1.0),
     defaults=_DEFAULTS,
+    gguf=GGUF(arch="gemma"),
 )
 GEMMA2 = Family(
     architecture="Gemma2ForCausalLM",
@@ -68,5 +84,13 @@ GEMMA2 = Family(
     layers=partial(alike, norm_offset=1.0, post_norm=True),
     defaults=_DEFAULTS
     | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "sliding_window": 4096},
+    # the first files lack the window, but have it
+    gguf=GGUF(arch="gemma2", needs=("attention.sliding_window",), derive=partial(_score_scale, 46)),
 )
-GEMMA3 = replace(GEMMA2, architecture="Gemma3ForCausalLM", read=_gemma3, defaults=_DEFAULTS3)
+GEMMA3 = replace(
+    GEMMA2,
+    architecture="Gemma3ForCausalLM",
+    read=_gemma3,
+    defaults=_DEFAULTS3,
+    gguf=GGUF(arch="gemma3", derive=partial(_score_scale, 62)),
+)

@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 from specjax.json_file import Fields, Flag
-from specjax.models.family import Family, alike
+from specjax.models.family import GGUF, Family, alike
 
 # the norms after attention and feed-forward have names of their own
 _NORMS = {
@@ -21,6 +21,12 @@ def _glm(config: Fields) -> dict[str, Any]:
 
 _DEFAULTS = {"head_dim": 128, "partial_rotary_factor": 0.5, "rms_norm_eps": 1.5625e-7}
 _layers = partial(alike, interleaved=True, fused=("gate_up_proj",))
-GLM = Family(architecture="GlmForCausalLM", read=_glm, layers=_layers, defaults=_DEFAULTS)
+GLM = Family(
+    architecture="GlmForCausalLM",
+    read=_glm,
+    layers=_layers,
+    defaults=_DEFAULTS,
+    gguf=GGUF(arch="chatglm"),
+)
 _layers4 = partial(_layers, post_norm=True, renamed=tuple(_NORMS.items()))
-GLM4 = replace(GLM, architecture="Glm4ForCausalLM", layers=_layers4)
+GLM4 = replace(GLM, architecture="Glm4ForCausalLM", layers=_layers4, gguf=GGUF(arch="glm4"))

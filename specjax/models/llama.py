@@ -4,7 +4,7 @@ from typing import Any
 
 from specjax.config import Scale
 from specjax.json_file import Fields, Flag
-from specjax.models.family import Family, attention_biases, layer_windows
+from specjax.models.family import GGUF, Family, attention_biases, layer_windows
 
 
 def _llama(config: Fields) -> dict[str, Any]:
@@ -25,13 +25,25 @@ def _mistral(config: Fields) -> dict[str, Any]:
     return layer_windows(config, lambda i: True)
 
 
-LLAMA = Family(architecture="LlamaForCausalLM", read=_llama, gguf="interleaved")
-GRANITE = Family(architecture="GraniteForCausalLM", read=_granite)
+LLAMA = Family(
+    architecture="LlamaForCausalLM", read=_llama, gguf=GGUF(arch="llama", interleaved=True)
+)
+GRANITE = Family(
+    architecture="GraniteForCausalLM",
+    read=_granite,
+    gguf=GGUF(arch="granite", interleaved=True),
+)
 _WINDOW = {"sliding_window": 4096}
-MISTRAL = Family(architecture="MistralForCausalLM", read=_mistral, defaults=_WINDOW)
+MISTRAL = Family(
+    architecture="MistralForCausalLM",
+    read=_mistral,
+    defaults=_WINDOW,
+    gguf=GGUF(arch="llama", interleaved=True, needs=("attention.sliding_window",)),
+)
 MINISTRAL = Family(architecture="MinistralForCausalLM", read=_mistral, defaults=_WINDOW)
 MINISTRAL3 = Family(
     architecture="Ministral3ForCausalLM",
     read=_mistral,
     defaults={"head_dim": 128, "rms_norm_eps": 1e-5},
+    gguf=GGUF(arch="mistral3", interleaved=True),
 )

@@ -6,7 +6,14 @@ from typing import Any
 
 from specjax.config import Rope, Theta
 from specjax.json_file import Fields, Size
-from specjax.models.family import Family, alike, attention_biases, layer_windows, sliding_layers
+from specjax.models.family import (
+    GGUF,
+    Family,
+    alike,
+    attention_biases,
+    layer_windows,
+    sliding_layers,
+)
 from specjax.models.rope import local_theta
 
 
@@ -28,10 +35,12 @@ OLMO2 = Family(
     read=attention_biases,
     layers=partial(alike, pre_norm=False, post_norm=True, joint_qk_norm=True),
     defaults={"rms_norm_eps": 1e-5},
+    gguf=GGUF(arch="olmo2"),
 )
 OLMO3 = replace(
     OLMO2,
     architecture="Olmo3ForCausalLM",
     read=_olmo3,
     defaults={"rms_norm_eps": 1e-5, "rope_theta": 500000.0, "sliding_window": 4096},
+    gguf=GGUF(arch="olmo2", needs=("attention.sliding_window",)),
 )

@@ -4,7 +4,7 @@ from functools import partial
 from typing import Any
 
 from specjax.json_file import Fields
-from specjax.models.family import Family, alike, layer_windows
+from specjax.models.family import GGUF, Family, alike, layer_windows
 
 
 def _phi3(config: Fields) -> dict[str, Any]:
@@ -20,4 +20,5 @@ PHI3 = Family(
         "max_position_embeddings": 4096,
         "original_max_position_embeddings": 4096,
     },
+    gguf=GGUF(arch="phi3"),
 )

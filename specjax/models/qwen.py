@@ -3,7 +3,7 @@
 from typing import Any
 
 from specjax.json_file import Fields, Flag, Size
-from specjax.models.family import Family, attention_biases, layer_windows
+from specjax.models.family import GGUF, Family, attention_biases, layer_windows
 
 
 def _window(config: Fields) -> dict[str, Any]:
@@ -20,6 +20,6 @@ def _qwen3(config: Fields) -> dict[str, Any]:
     return _window(config) | attention_biases(config) | {"qk_norm": True}
 
 
-QWEN2 = Family(architecture="Qwen2ForCausalLM", read=_qwen2, gguf="halves")
-QWEN3 = Family(architecture="Qwen3ForCausalLM", read=_qwen3, gguf="halves")
+QWEN2 = Family(architecture="Qwen2ForCausalLM", read=_qwen2, gguf=GGUF(arch="qwen2"))
+QWEN3 = Family(architecture="Qwen3ForCausalLM", read=_qwen3, gguf=GGUF(arch="qwen3"))
 MIMO = Family(architecture="MiMoForCausalLM", read=_qwen2)

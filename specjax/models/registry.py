@@ -1,5 +1,6 @@
 """The model families by ``model_type``. To add one, write a file and add a line here."""
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -55,12 +56,13 @@ _REASONS = {
 }
 
 
-def refusal(model_type: str | None) -> str:
-    """Say why a family is not supported, and which ones are."""
+def refusal(model_type: str | None, unknown: str = UNKNOWN) -> str:
+    """Say why a family is not supported, and what else to use: ``unknown``."""
+    bare = re.sub("[_-]", "", model_type or "")  # GGUF files write gpt-oss and qwen3moe
     for reason, names in _REASONS.items():
-        if model_type in names.split():
-            return f"needs {reason}, which are not supported yet; it {UNKNOWN}"
-    return UNKNOWN
+        if bare in names.replace("_", "").split():
+            return f"needs {reason}, which are not supported yet; it {unknown}"
+    return unknown
 
 
 def family_of(config: ModelConfig) -> Family:

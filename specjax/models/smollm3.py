@@ -4,7 +4,7 @@ from typing import Any
 
 from specjax.config import Rope
 from specjax.json_file import Fields, Flag, PositiveSize, Size
-from specjax.models.family import Family, attention_biases, layer_windows
+from specjax.models.family import GGUF, Family, attention_biases, layer_windows
 
 
 def _smollm3(config: Fields) -> dict[str, Any]:
@@ -29,4 +29,5 @@ SMOLLM3 = Family(
     architecture="SmolLM3ForCausalLM",
     read=_smollm3,
     defaults={"rope_theta": 2e6, "tie_word_embeddings": True},
+    gguf=GGUF(arch="smollm3", interleaved=True),
 )

@@ -168,12 +168,60 @@ GGUF_NAMES = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
+# Gemma 2 and 3, and OLMo 2 and 3
+GGUF_POST_NORMS = {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+# names that an architecture has instead
+GGUF_NAMES_OF: dict[str, dict[str, str]] = {
+    "gemma2": GGUF_POST_NORMS,
+    "gemma3": GGUF_POST_NORMS,
+    "olmo2": GGUF_POST_NORMS,
+    "phi3": {"self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"},
+    "chatglm": {"mlp.gate_up_proj": "ffn_up"},
+    "glm4": {
+        "mlp.gate_up_proj": "ffn_up",
+        "post_self_attn_layernorm": "post_attention_norm",
+        "post_mlp_layernorm": "post_ffw_norm",
+    },
+}
+GGUF_INTERLEAVED = ("llama", "mistral3", "granite", "smollm3")
 
 
 def to_gguf_rows(tensor: np.ndarray, heads: int) -> np.ndarray:
     """Order query or key rows like llama.cpp's converter for architecture ``llama``."""
     halves = tensor.reshape(heads, 2, tensor.shape[0] // heads // 2, *tensor.shape[1:])
     return halves.swapaxes(1, 2).reshape(tensor.shape)
+
+
+def sentencepiece() -> dict[str, Any]:
+    """The tokenizer keys of a small SentencePiece vocabulary, in which early pieces score best."""
+    marked = {
+        "<unk>": 2,
+        "<s>": 3,
+        "</s>": 3,
+        "<|user|>": 3,
+        "<b>": 4,
+        "\n\n": 4,
+        "  ": 4,
+        "   ": 4,
+    }
+    single = {f"<0x{byte:02X}>": 6 for byte in range(256)}
+    words = "\u2581t \u2581th \u2581the he th the in ing \u2581in er \u2581a an"
+    pieces = [*words.split(" "), *"\u2581thenigrad\u00e91"]
+    tokens = [*marked, *single, *pieces]
+    return {
+        "ggml.model": "llama",
+        "ggml.pre": "default",
+        "ggml.tokens": tokens,
+        "ggml.scores": [0.0] * (len(marked) + 256) + [-float(i) for i in range(len(pieces))],
+        "ggml.token_type": [*marked.values(), *single.values(), *([1] * len(pieces))],
+        "ggml.bos_token_id": 1,
+        "ggml.eos_token_id": 2,
+        "ggml.unknown_token_id": 0,
+    }
 
 
 def write_gguf(
@@ -185,11 +233,13 @@ def write_gguf(
     extra: Tensors | None = None,
     drop: tuple[str, ...] = (),
     kind: gguf.GGMLQuantizationType | None = None,
+    tokenizer: dict[str, Any] | None = None,
 ) -> Path:
     """Write Hugging Face tensors to a GGUF file with llama.cpp's names and layout.
 
     ``keys`` replaces or adds metadata under the architecture's prefix, and ``drop`` removes
-    metadata. ``extra`` adds unchanged tensors. ``kind`` quantises the matrices.
+    metadata. ``extra`` adds unchanged tensors. ``kind`` quantises the matrices. ``tokenizer`` has
+    metadata under the prefix ``tokenizer.``.
     """
     writer = gguf.GGUFWriter(path, arch)
     metadata: dict[str, Any] = {
@@ -205,18 +255,21 @@ def write_gguf(
     for key in sorted(metadata.keys() - set(drop)):
         value = metadata[key]
         writer.add_key_value(f"{arch}.{key}", value, gguf.GGUFValueType.get_type(value))
-    writer.add_uint32("tokenizer.ggml.eos_token_id", 3)
-    writer.add_uint32("tokenizer.ggml.bos_token_id", 1)
+    tokenizer = tokenizer or {"ggml.eos_token_id": 3, "ggml.bos_token_id": 1}
+    for key, value in tokenizer.items():
+        writer.add_key_value(f"tokenizer.{key}", value, gguf.GGUFValueType.get_type(value))
     for name, value in tensors.items():
         base, suffix = name.rsplit(".", 1)
         block = ""
         if base.startswith("model.layers."):
             _, _, index, base = base.split(".", 3)
             block = f"blk.{index}."
-        if arch == "llama" and base.endswith(("q_proj", "k_proj")):
+        if arch in GGUF_INTERLEAVED and base.endswith(("q_proj", "k_proj")):
             heads = "head_count" if base.endswith("q_proj") else "head_count_kv"
             value = to_gguf_rows(value, metadata[f"attention.{heads}"] or 1)  # one test passes 0
-        stored = f"{block}{GGUF_NAMES[base]}.{suffix}"
+        if arch.startswith("gemma") and base.endswith("norm"):
+            value = value + np.float32(1)
+        stored = f"{block}{(GGUF_NAMES | GGUF_NAMES_OF.get(arch, {}))[base]}.{suffix}"
         if kind is not None and value.ndim > 1:
             writer.add_tensor(stored, gguf.quants.quantize(value, kind), raw_dtype=kind)
         else:

@@ -163,6 +163,7 @@ def test_damaged_gguf(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     keys = {
         "rope.scaling.type": "linear",
+        "rope.scaling.factor": 2.0,
         "tensor_data_layout": ["a", "b"],
         "attention.sliding_window": 32,
     }

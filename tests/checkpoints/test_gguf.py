@@ -50,10 +50,17 @@ def llama3_divisors(theta: float, scaling: RopeScaling, dim: int) -> np.ndarray:
     return np.asarray(divisors, np.float32)
 
 
+def head_norms(dim: int) -> dict[str, np.ndarray]:
+    names = (f"{i}.self_attn.{x}_norm" for i in range(LAYERS) for x in "qk")
+    return {f"model.layers.{name}.weight": np.linspace(0.5, 2, dim, dtype="f4") for name in names}
+
+
 @pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_weights_equal_the_original_tensors(tmp_path: Path, arch: str, tied: bool) -> None:
     tensors = add_biases(target_tensors(tied=tied), QKV)
+    if arch == "qwen3":
+        tensors |= head_norms(DIM)
     name = "model.layers.0.self_attn.k_proj.weight"
     assert not np.array_equal(to_gguf_rows(tensors[name], 2), tensors[name])
     checkpoint = open_target(write_gguf(tmp_path / "model.gguf", tensors, arch=arch))
@@ -87,7 +94,11 @@ def test_stored_types(tmp_path: Path, kind: str) -> None:
             for i in range(3)
         },
     )
-    assert open_target(path).config.dtype == "bfloat16"
+    opened = open_target(path)
+    assert opened.config.dtype == "bfloat16"
+    stored = f", dequantised from {kind}; quantization='int8'" if kind.startswith("Q") else ""
+    assert opened.matrices.startswith(f"bfloat16{stored}")
+    assert opened.quantised("int4").matrices.endswith(f"from {kind}") == bool(stored)
     decoded = {
         name: gguf.quants.dequantize(gguf.quants.quantize(value, number), number)
         if value.ndim > 1 and not name.endswith("down_proj.weight")
@@ -99,7 +110,7 @@ def test_stored_types(tmp_path: Path, kind: str) -> None:
 
 
 def test_wide_heads(tmp_path: Path) -> None:
-    tensors = target_tensors(dim=12)
+    tensors = target_tensors(dim=12) | head_norms(12)
     keys = {"attention.key_length": 12, "attention.value_length": 12, "rope.dimension_count": 12}
     checkpoint = open_target(write_gguf(tmp_path / "model.gguf", tensors, arch="qwen3", keys=keys))
     assert checkpoint.config.head_dim == 12
@@ -151,9 +162,16 @@ def test_linear_scaling(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"arch": "gemma"}, r"general\.architecture='gemma'.*'llama', 'qwen2', 'qwen3'"),
+        ({"arch": "gemma9"}, r"general\.architecture='gemma9'.*'llama', .*'qwen2', 'qwen3'"),
+        ({"arch": "mimo"}, "loads from a Hugging Face directory, not yet from GGUF; .*'qwen2'"),
+        ({"arch": "qwen3moe"}, "needs mixtures of experts, .*'qwen2'"),
+        ({"arch": "gemma2"}, r"model\.gguf has no gemma2\.attention\.sliding_window"),
+        ({"arch": "gemma"}, r"the model does not use the tensor 'output\.weight'"),
         ({"keys": {"expert_count": 8}}, "mixture-of-experts"),
-        ({"keys": {"rope.scaling.type": "yarn"}}, r"rope\.scaling\.type='yarn'"),
+        ({"keys": {"rope.scaling.type": "yarn"}}, r"llama has no rope\.scaling\.factor"),
+        ({"keys": {"rope.scaling.type": "longrope"}}, r"rope\.scaling\.type='longrope'"),
+        ({"keys": {"rope.freq_base": 0.5}}, r"llama: rope\.freq_base=0\.5 must be"),
+        ({"arch": "granite", "keys": {"logit_scale": 0.0}}, r"granite: logit_scale=0\.0 must be"),
         ({"keys": {"rope.dimension_count": 4}}, r"rope\.dimension_count=4.*head dimension 8"),
         ({"keys": {"feed_forward_length": [48, 48, 32]}}, r"\[48, 48, 32\] must be an integer"),
         ({"keys": {"attention.head_count": 0}}, r"llama: attention\.head_count=0 must be"),

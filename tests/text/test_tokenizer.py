@@ -7,6 +7,7 @@ import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,14 @@ from tokenizers import decoders, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 
 from specjax.checkpoints import open_target
-from specjax.checkpoints.gguf import GGUFFile, tokenizer_from_gguf
+from specjax.checkpoints.gguf import GGUFFile
+from specjax.checkpoints.gguf_tokenizer import tokenizer_from_gguf
 from specjax.testing.files import write_tokenizer
 from specjax.text import chat_template
 from specjax.text.completion import CompletionText, byte_alphabet
 from specjax.text.tokenizer import LONG_TEXT, IncrementalDecoder, Tokenizer
+
+from ..checkpoints.files import sentencepiece, write_gguf
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' "
@@ -437,6 +441,9 @@ def test_gguf_adds_bos_if_configured(tmp_path: Path) -> None:
         ("llama-bpe", "IT'S 1234!\n", ["IT", "'S", " ", "123", "4", "!\n"]),
         ("qwen2", "IT'S 12!\n", ["IT", "'S", " ", "1", "2", "!\n"]),
         ("tekken", "helloWorld 12", ["hello", "World", " ", "1", "2"]),
+        ("gpt-4o", "helloWorld'S 1234", ["hello", "World'S", " ", "123", "4"]),
+        ("refact", "it's a 12!", ["it", "'s", " a", " ", "1", "2", "!"]),
+        ("glm4", "IT'S 1234!\n", ["IT", "'S", " ", "123", "4", "!\n"]),
     ],
 )
 def test_gguf_splits(tmp_path: Path, pre: str, text: str, pieces: list[str]) -> None:
@@ -448,7 +455,8 @@ def test_gguf_splits(tmp_path: Path, pre: str, text: str, pieces: list[str]) -> 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"ggml.model": "llama"}, r"tokenizer\.ggml\.model='llama'.*'gpt2'.*skip_tokenizer_init"),
+        ({"ggml.model": "t5"}, r"tokenizer\.ggml\.model='t5'.*'gpt2'.*skip_tokenizer_init"),
+        ({"ggml.model": "llama"}, r"tokenizer\.ggml\.pre='gpt-2'.*'default'"),
         ({"ggml.model": None}, r"tokenizer\.ggml\.model=None"),
         ({"ggml.pre": "new"}, r"tokenizer\.ggml\.pre='new'.*'llama-bpe'"),
         ({"ggml.merges": None}, r"has no tokenizer\.ggml\.merges"),
@@ -460,6 +468,83 @@ def test_gguf_refusals(tmp_path: Path, changes: dict[str, Any], message: str) ->
     file = write_vocabulary(tmp_path / "t.gguf", **changes)
     with pytest.raises(ValueError, match=message):
         tokenizer_from_gguf(file)
+
+
+def merged(text: str, keys: dict[str, Any]) -> list[int]:
+    """Ids of a text without special tokens: the neighbours of the best piece are joined first."""
+    triples = zip(keys["ggml.tokens"], keys["ggml.scores"], keys["ggml.token_type"], strict=True)
+    scores = {token: score for token, score, kind in triples if kind == 1}
+    symbols = list(text.replace(" ", "\u2581"))
+    while True:
+        pairs = [a + b for a, b in pairwise(symbols)]
+        if not (known := [pair for pair in pairs if pair in scores]):
+            break
+        i = pairs.index(max(known, key=scores.__getitem__))
+        symbols[i : i + 2] = [pairs[i]]
+    ids = keys["ggml.tokens"].index
+    spelled = [[x] if x in scores else [f"<0x{byte:02X}>" for byte in x.encode()] for x in symbols]
+    return [ids(piece) for pieces in spelled for piece in pieces]
+
+
+def open_pieces(path: Path, arch: str = "llama", **changes: Any) -> Tokenizer:
+    keys = {k: v for k, v in (sentencepiece() | changes).items() if v is not None}
+    return tokenizer_from_gguf(GGUFFile(write_gguf(path, {}, arch=arch, tokenizer=keys)))
+
+
+@pytest.fixture(scope="module")
+def pieces(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    path = tmp_path_factory.mktemp("pieces") / "t.gguf"
+    return open_pieces(path, **{"ggml.add_space_prefix": False})
+
+
+@settings(max_examples=80, deadline=None)
+@given(text=st.text("theinragd1\u00e9\u65e5 ", max_size=30).filter(lambda x: "  " not in x))
+def test_sentencepiece_merges_the_best_pieces_first(pieces: Tokenizer, text: str) -> None:
+    assert pieces.encode(text, add_special_tokens=False) == merged(text, sentencepiece())
+    assert pieces.decode(pieces.encode(text)) == text
+
+
+def test_sentencepiece_tokens(tmp_path: Path, pieces: Tokenizer) -> None:
+    keys = sentencepiece()
+
+    def tokens(text: str, tokenizer: Tokenizer = pieces) -> list[str]:
+        return [keys["ggml.tokens"][i] for i in tokenizer.encode(text)]
+
+    # files without the rules begin texts with BOS and a space
+    spaced = open_pieces(tmp_path / "t.gguf")
+    assert tokens("the<b>the", spaced) == ["<s>", "\u2581the", "<b>", "the"]
+    assert tokens(" the", spaced) == ["<s>", "\u2581the"]
+    assert spaced.decode(spaced.encode("the<b> the")) == "the<b> the"
+    assert tokens("the</s>") == ["<s>", "the", "</s>"]
+    # user-defined spaces are merged first, and other user-defined tokens are matched whole
+    assert tokens("e   the\n\n\n") == ["<s>", "e", "   ", "the", "\n\n", "<0x0A>"]
+    rules = {"ggml.add_bos_token": False, "ggml.add_eos_token": True}
+    assert tokens("an", open_pieces(tmp_path / "t.gguf", **rules)) == ["\u2581a", "n", "</s>"]
+    # Phi-3 has a space before every part, and removes lines after its own tokens
+    phi = open_pieces(tmp_path / "t.gguf", "phi3")
+    assert tokens("<|user|>\nan", phi) == ["<s>", "<|user|>", "\u2581a", "n"]
+    assert tokens(" the", phi) == ["<s>", "  ", "the"]
+    # tokens without scores have the order of the file
+    same = {"ggml.scores": [-1000.0] * len(keys["ggml.tokens"]), "ggml.add_space_prefix": False}
+    assert tokens("the there", open_pieces(tmp_path / "t.gguf", **same)) == tokens("the there")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"ggml.scores": None}, r"has no tokenizer\.ggml\.scores"),
+        ({"ggml.scores": [0.0]}, r"tokenizer\.ggml\.scores=.* must have \d+ values"),
+        ({"ggml.token_type": [1]}, r"tokenizer\.ggml\.token_type=.* must have \d+ values"),
+        (
+            {"ggml.tokens": ["a" * 1025], "ggml.scores": [0.0], "ggml.token_type": [1]}
+            | dict.fromkeys(f"ggml.{x}_token_id" for x in ("bos", "eos", "unknown")),
+            r"tokenizer\.ggml\.tokens\[0\] has 1025 characters; the limit is 1024",
+        ),
+    ],
+)
+def test_sentencepiece_refusals(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        open_pieces(tmp_path / "t.gguf", **changes)
 
 
 def check_stream(tokenizer: Tokenizer, ids: list[int], *, skip: bool) -> None:

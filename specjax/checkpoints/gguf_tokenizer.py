@@ -1,0 +1,198 @@
+"""Tokenizers of GGUF files: byte-level BPE, and SentencePiece with scores."""
+
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+
+from specjax.checkpoints.gguf import GGUFFile
+from specjax.json_file import Fields, Flag, Size
+from specjax.text.tokenizer import Tokenizer, set_template, unique_ids
+
+# values of `tokenizer.ggml.token_type`
+_NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
+_SPACE = "\u2581"  # the space in pieces of SentencePiece
+_MAX_PIECE = 1024  # characters; the time to find its merges is quadratic
+_PREFIX = "tokenizer.ggml."
+# control tokens of Phi-3 that keep the spaces and lines after them; the others remove them
+_UNTRIMMED = ("<unk>", "<s>", "<|endoftext|>")
+
+_LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+_TEKKEN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_SHORT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"  # English endings
+_O200K = _TEKKEN.replace(r"]+|", rf"]+{_SHORT}|", 1).replace(
+    r"]*|\p{N}|", rf"]*{_SHORT}|\p{{N}}{{1,3}}|", 1
+)
+_DIGIT = r"\p{N}"  # then GPT-2's
+
+# `tokenizer.ggml.pre` -> regular expression that splits text before merging. None is GPT-2's split,
+# which is built into `tokenizers`. transformers also uses GPT-2's split for `smollm` files.
+_SPLITS: dict[str, str | None] = {
+    **dict.fromkeys(("default", "gpt-2", "smollm"), None),
+    **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "dbrx", "smaug-bpe"), _LLAMA3),
+    **dict.fromkeys(("pixtral", "glm4", "chatglm-bpe"), _LLAMA3),
+    **dict.fromkeys(("refact", "starcoder"), _DIGIT),
+    "gpt-4o": _O200K,
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _QWEN2),
+    "tekken": _TEKKEN,
+}
+
+
+def tokenizer_from_gguf(file: GGUFFile) -> Tokenizer:
+    """Build the tokenizer of a GGUF file.
+
+    It encodes as transformers does with the same file (``gguf_file=``): control tokens are special,
+    user-defined tokens are matched whole, and ``tokenizer.ggml.pre`` selects the split.
+    """
+    data = file.metadata
+    model = data.get("tokenizer.ggml.model", str, None)
+    build = _MODELS.get(model or "")
+    pre = data.get("tokenizer.ggml.pre", str, "default")
+    supported = sorted(_SPLITS) if model == "gpt2" else ["default"]
+    if build is None or pre not in supported:
+        key, choices = ("pre", supported) if build else ("model", sorted(_MODELS))
+        raise data.wrong(
+            f"tokenizer.ggml.{key}",
+            f"is not supported; supported: {choices}. Use the Hugging Face directory of the model, "
+            "or set skip_tokenizer_init=True and pass input_ids",
+        )
+    tokens: list[str] = data.get("tokenizer.ggml.tokens", list[str])
+    kinds: list[int] = data.get("tokenizer.ggml.token_type", list[int], [])
+    special = _special_tokens(file, tokens)
+    try:
+        backend = build(data, tokens, kinds, special.get("unk_token"))
+    except ValueError:
+        raise
+    except Exception as error:  # tokenizers raises plain Exception
+        raise ValueError(f"{file.path}: invalid BPE vocabulary: {error}") from error
+    trims = model == "llama" and data.get("general.architecture", str, None) == "phi3"
+    for added_kind, add in (
+        (_CONTROL, backend.add_special_tokens),
+        (_USER_DEFINED, backend.add_tokens),  # matched whole
+    ):
+        is_special = added_kind == _CONTROL
+        # skip entries that the vocabulary spells otherwise
+        add(
+            [
+                AddedToken(
+                    token,
+                    normalized=False,
+                    special=is_special,
+                    rstrip=trims and is_special and token not in _UNTRIMMED,
+                )
+                for token, kind in zip(tokens, kinds, strict=False)
+                if kind == added_kind and backend.token_to_id(token) is not None
+            ]
+        )
+    named = dict.fromkeys(special.values())
+    backend.add_special_tokens([AddedToken(x, normalized=False, special=True) for x in named])
+    # as in llama.cpp, SentencePiece begins texts with BOS unless the file says otherwise
+    default = {"tokenizer.ggml.add_bos_token": True} if model == "llama" else {}
+    set_template(backend, special, Fields({**default, **data.values}, data.where), _PREFIX)
+    return Tokenizer(
+        backend,
+        special_tokens=special,
+        chat_template=data.get("tokenizer.chat_template", str, None),
+        extra_eos_token_ids=eos_token_ids(file),
+    )
+
+
+def _byte_level(
+    data: Fields, tokens: list[str], kinds: list[int], unknown: str | None
+) -> tokenizers.Tokenizer:
+    merges = [tuple(merge.split(" ", 1)) for merge in data.get("tokenizer.ggml.merges", list[str])]
+    letters = set(pre_tokenizers.ByteLevel.alphabet())
+    spell = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    vocab = {
+        # some converters store added tokens as plain text, but merges use the byte spelling
+        token if set(token) <= letters else spell.pre_tokenize_str(token)[0][0]: i
+        for i, token in enumerate(tokens)
+    }
+    backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    backend.decoder = decoders.ByteLevel()
+    split = _SPLITS[data.get("tokenizer.ggml.pre", str, "default")]
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split in (None, _DIGIT))
+    splits = [] if split is None else [pre_tokenizers.Split(Regex(split), "isolated")]
+    backend.pre_tokenizer = pre_tokenizers.Sequence([*splits, byte_level])
+    return backend
+
+
+def _sentencepiece(
+    data: Fields, tokens: list[str], kinds: list[int], unknown: str | None
+) -> tokenizers.Tokenizer:
+    """A BPE model that merges to the piece with the best score first.
+
+    The space before a text is added as transformers adds it: Phi-3 adds it before every part
+    between special tokens, others only at the start, and only if no space is there.
+    """
+    kinds = kinds or [_NORMAL] * len(tokens)
+    scores: list[float] = data.get("tokenizer.ggml.scores", list[float])
+    for key, count in {"scores": len(scores), "token_type": len(kinds)}.items():
+        if count != len(tokens):
+            raise data.wrong(f"tokenizer.ggml.{key}", f"must have {len(tokens)} values")
+    pieces, first = list[tuple[float, str]](), -float("inf")
+    vocab = dict[str, int]()
+    for i, (token, kind, score) in enumerate(zip(tokens, kinds, scores, strict=True)):
+        # user-defined spaces are merged before other pieces; Gemma has up to 31 of them
+        is_spaces = kind == _USER_DEFINED and set(token) == {" "}
+        piece = token.replace(" ", _SPACE) if is_spaces else token
+        vocab[piece] = i
+        if is_spaces or kind == _NORMAL:
+            pieces.append((first if is_spaces else -score, piece))
+            if len(piece) > _MAX_PIECE:
+                place = f"{data.where}: tokenizer.ggml.tokens[{i}]"
+                raise ValueError(f"{place} has {len(piece)} characters; the limit is {_MAX_PIECE}")
+    pieces.sort(key=lambda pair: pair[0])
+    merges = _merges([piece for _, piece in pieces])
+    options: dict[str, Any] = {"unk_token": unknown, "fuse_unk": True, "byte_fallback": True}
+    backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges, **options))
+    adds_space = data.get("tokenizer.ggml.add_space_prefix", Flag, True)
+    steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    backend.decoder = decoders.Sequence([*steps, *([decoders.Strip(" ", 1, 0)] * adds_space)])
+    if adds_space and data.get("general.architecture", str, None) != "phi3":
+        first_only = pre_tokenizers.Metaspace(_SPACE, prepend_scheme="first", split=False)
+        backend.pre_tokenizer = first_only
+    else:
+        prefix = [normalizers.Prepend(_SPACE)] * adds_space
+        backend.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", _SPACE)])
+    return backend
+
+
+def _merges(pieces: list[str]) -> list[tuple[str, str]]:
+    """All pairs that make one of the pieces: in their order, the longest left half first."""
+    known = set(pieces)
+    return [
+        (left, right)
+        for piece in pieces
+        for i in range(len(piece) - 1, 0, -1)
+        if (left := piece[:i]) in known and (right := piece[i:]) in known
+    ]
+
+
+_MODELS = {"gpt2": _byte_level, "llama": _sentencepiece}  # by `tokenizer.ggml.model`
+
+
+def eos_token_ids(file: GGUFFile) -> tuple[int, ...]:
+    """Return the ids of the tokens that end a text, a turn or a message."""
+    keys = (f"tokenizer.ggml.{x}_token_id" for x in ("eos", "eot", "eom"))
+    return unique_ids(file.metadata.get(key, Size, None) for key in keys)
+
+
+def _special_tokens(file: GGUFFile, tokens: list[str]) -> dict[str, str]:
+    special = {}
+    for name, stored in {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}.items():
+        key = f"tokenizer.ggml.{stored}_token_id"
+        if key in file.metadata:
+            if (token_id := file.metadata.get(key, Size)) >= len(tokens):
+                demand = f"is outside the vocabulary of {len(tokens)} tokens"
+                raise file.metadata.wrong(key, demand)
+            special[f"{name}_token"] = tokens[token_id]
+    return special
