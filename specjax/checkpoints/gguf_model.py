@@ -19,7 +19,7 @@ from specjax.json_file import PositiveSize, Size
 from specjax.models.decoder import CausalLM
 from specjax.models.family import Family
 from specjax.models.flat import recipes_of
-from specjax.models.registry import FAMILIES, HOW_TO_ADD, family_of, layer_kinds, refusal
+from specjax.models.registry import FAMILIES, family_of, layer_kinds, load_family, refusal
 from specjax.models.rope import rope_frequencies, rotated_rows
 
 _FREQUENCIES = "rope_freqs.weight"  # divisors of the rotary frequencies
@@ -148,10 +148,11 @@ def _find_family(file: GGUFFile) -> str:
     """The model type that reads the file's architecture."""
     data = file.metadata
     arch = data.get("general.architecture", str, None)
+    load_family(arch)
     stated = {name: family.gguf for name, family in FAMILIES.items() if family.gguf}
     named = [name for name in stated if stated[name].arch == arch]
     if not named:
-        supported = f"supported: {sorted({how.arch for how in stated.values()})}; {HOW_TO_ADD}"
+        supported = f"supported: {sorted({how.arch for how in stated.values()})}"
         if arch in FAMILIES:
             demand = f"loads from a Hugging Face directory, not yet from GGUF; {supported}"
         else:

@@ -74,24 +74,16 @@ def tokenizer_from_gguf(file: GGUFFile) -> Tokenizer:
     except Exception as error:  # tokenizers raises plain Exception
         raise ValueError(f"{file.path}: invalid BPE vocabulary: {error}") from error
     trims = model == "llama" and data.get("general.architecture", str, None) == "phi3"
-    for added_kind, add in (
-        (_CONTROL, backend.add_special_tokens),
-        (_USER_DEFINED, backend.add_tokens),  # matched whole
-    ):
-        is_special = added_kind == _CONTROL
+    added: dict[int, list[AddedToken]] = {_CONTROL: [], _USER_DEFINED: []}
+    for token, kind in zip(tokens, kinds, strict=False):
         # skip entries that the vocabulary spells otherwise
-        add(
-            [
-                AddedToken(
-                    token,
-                    normalized=False,
-                    special=is_special,
-                    rstrip=trims and is_special and token not in _UNTRIMMED,
-                )
-                for token, kind in zip(tokens, kinds, strict=False)
-                if kind == added_kind and backend.token_to_id(token) is not None
-            ]
-        )
+        if kind in added and backend.token_to_id(token) is not None:
+            is_special = kind == _CONTROL
+            rstrip = trims and is_special and token not in _UNTRIMMED
+            entry = AddedToken(token, normalized=False, special=is_special, rstrip=rstrip)
+            added[kind].append(entry)
+    backend.add_special_tokens(added[_CONTROL])
+    backend.add_tokens(added[_USER_DEFINED])  # matched whole
     named = dict.fromkeys(special.values())
     backend.add_special_tokens([AddedToken(x, normalized=False, special=True) for x in named])
     # as in llama.cpp, SentencePiece begins texts with BOS unless the file says otherwise

@@ -23,7 +23,7 @@ from specjax.config import DTYPES, Count, DraftConfig, Epsilon, ModelConfig
 from specjax.json_file import Fields, Flag, PositiveSize, Size
 from specjax.models.family import sliding_layers
 from specjax.models.layers import ACTIVATIONS
-from specjax.models.registry import FAMILIES, WRAPPERS, refusal
+from specjax.models.registry import FAMILIES, WRAPPERS, load_family, refusal
 from specjax.models.rope import read_rope
 from specjax.text.tokenizer import find_eos_token_id, unique_ids
 
@@ -41,6 +41,7 @@ def huggingface_config(directory: Path, dtype: str) -> ModelConfig:
     if is_wrapped:
         config = top.fields("text_config")
         model_type = config.get("model_type", str, WRAPPERS[model_type])
+    load_family(model_type)
     if model_type not in FAMILIES:
         raise config.wrong("model_type", refusal(model_type))
     family = FAMILIES[model_type]

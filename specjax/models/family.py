@@ -32,10 +32,6 @@ def alike(config: ModelConfig, **differences: Any) -> tuple[LayerKind, ...]:
     return tuple(kind(*pair) for pair in zip(windows, ropes, strict=True))
 
 
-def _nothing(config: Fields) -> dict[str, Any]:
-    return {}
-
-
 @dataclass(frozen=True, kw_only=True)
 class GGUF:
     """How GGUF files of llama.cpp's converter differ from Hugging Face directories of a family.
@@ -47,7 +43,7 @@ class GGUF:
     interleaved: bool = False  # the converter interleaves the halves of query and key heads
     needs: tuple[str, ...] = ()  # keys that all files of the family have
     # values of config.json that follow from others, and which files leave out
-    derive: Callable[[Fields], dict[str, Any]] = _nothing
+    derive: Callable[[Fields], dict[str, Any]] = field(default=lambda config: {})
 
 
 @dataclass(frozen=True, kw_only=True)

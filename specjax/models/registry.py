@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib.metadata import entry_points
 
 import jax
 
@@ -40,6 +41,8 @@ FAMILIES: dict[str, Family] = {
 }
 # models that also read images, and the family of their text model, which alone is loaded
 WRAPPERS = {"gemma3": "gemma3_text", "mistral3": "mistral"}
+# group of entry points: each has a model type and the module that adds it to FAMILIES
+GROUP = "specjax.families"
 HOW_TO_ADD = "docs/models.md shows how to add a model family"
 UNKNOWN = f"must be one of {sorted({*FAMILIES, *WRAPPERS})}; {HOW_TO_ADD}"
 # what is missing for families that people ask for
@@ -63,6 +66,24 @@ def refusal(model_type: str | None, unknown: str = UNKNOWN) -> str:
         if bare in names.replace("_", "").split():
             return f"needs {reason}, which are not supported yet; it {unknown}"
     return unknown
+
+
+def load_family(model_type: str | None) -> None:
+    """Import the module with which another package adds a family, if one is installed.
+
+    Raises ValueError if the module cannot be loaded or does not add the family.
+    """
+    for point in entry_points(group=GROUP, name=model_type or ""):
+        if model_type in FAMILIES:
+            return
+        owner = f"is from {point.value} of {point.dist and point.dist.name}, which"
+        try:
+            point.load()
+        except Exception as error:
+            demand = f"{owner} cannot be loaded: {error!r}"
+            raise refused("model_type", model_type, demand) from error
+        if model_type not in FAMILIES:
+            raise refused("model_type", model_type, f"{owner} does not add it to FAMILIES")
 
 
 def family_of(config: ModelConfig) -> Family:

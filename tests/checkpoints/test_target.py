@@ -1,6 +1,7 @@
 """Weights of targets: layout, shards, dtypes, damage, lookup of models."""
 
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,12 @@ from safetensors.numpy import save_file
 
 from specjax.checkpoints import TargetCheckpoint, open_target
 from specjax.checkpoints.tensors import TensorSource, make_weight
+from specjax.models import registry
 from specjax.models.declare import Part, Recipe
 from specjax.models.decoder import CausalLM
 from specjax.models.flat import FlatModel
 from specjax.models.placement import Placement
+from specjax.models.registry import FAMILIES
 from specjax.testing.files import write_target as tiny_target
 
 from .files import (
@@ -72,6 +75,36 @@ def check_layout(checkpoint: TargetCheckpoint, tensors: dict[str, np.ndarray]) -
         equal(weights[f"{ours}.post_attention_norm.scale"], f"{theirs}.{name}")
     if not config.tie_word_embeddings:
         equal(weights["lm_head.kernel"].T, "lm_head.weight")
+
+
+class Point:
+    """An entry point of an installed package."""
+
+    value, dist = "post_package.family", None
+
+    def __init__(self, load: Callable[[], Any]) -> None:
+        self.load = load
+
+
+def test_a_family_of_another_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    points: list[Point] = []
+    named = {("specjax.families", "post"): points}
+    monkeypatch.setattr(registry, "entry_points", lambda group, name: named[group, name])
+    changes = {"model_type": "post"}
+    directory = write_directory(tmp_path / "hf", CONFIG | changes, target_tensors())
+    with pytest.raises(ValueError, match=r"model_type='post' must be one of \['gemma'"):
+        open_target(directory)
+    points.append(Point(lambda: 1 / 0))
+    with pytest.raises(ValueError, match=r"'post' is from post_package.family .* ZeroDivision"):
+        open_target(directory)
+    points[0].load = lambda: None
+    with pytest.raises(ValueError, match=r"'post' is from .* does not add it to FAMILIES"):
+        open_target(directory)
+    points[0].load = lambda: monkeypatch.setitem(FAMILIES, "post", FAMILIES["llama"])
+    assert open_target(directory).config.model_type == "post"
+    # the family is in FAMILIES now
+    points[0].load = lambda: 1 / 0
+    assert open_target(directory).config.model_type == "post"
 
 
 def test_layout(tmp_path: Path) -> None:
