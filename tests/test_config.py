@@ -7,7 +7,7 @@ import pytest
 from specjax.config import RopeScaling
 from specjax.testing import EAGLE3, TARGET
 
-from .runners import EAGLE
+from .support.runners import EAGLE
 
 
 @pytest.mark.parametrize(

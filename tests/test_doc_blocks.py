@@ -29,8 +29,8 @@ from specjax.engine.args import EngineArgs
 from specjax.speculative import catalog
 from specjax.testing import Files, serve
 
-from .model_files import write_block_draft, write_draft_model, write_modules
-from .server.process import free_port
+from .support.model_files import write_block_draft, write_draft_model, write_modules
+from .support.server_process import free_port
 
 ROOT = Path(__file__).parents[1]
 FILES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*.md")]

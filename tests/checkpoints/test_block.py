@@ -19,7 +19,15 @@ from specjax.models.block import BlockDraft
 from specjax.models.flat import FlatModel
 from specjax.testing import letter_tokenizer, random_weights
 
-from ..block_files import CASES, HIDDEN, TARGET_LAYERS, VOCAB, BlockCase, publish, random_tensors
+from ..support.block_files import (
+    CASES,
+    HIDDEN,
+    TARGET_LAYERS,
+    VOCAB,
+    BlockCase,
+    publish,
+    random_tensors,
+)
 from .test_damage import damage_json, fuzz
 
 MODEL = ModelConfig(

@@ -17,8 +17,8 @@ from specjax.config import ModelConfig, Rope, TransformerConfig
 from specjax.models.registry import FAMILIES
 from specjax.models.rope import rope_frequencies
 
-from ..block_files import CASES, BlockCase
-from .files import CONFIG, HEAD_CONFIG, head_tensors, write_directory
+from ..support.block_files import CASES, BlockCase
+from ..support.checkpoint_files import CONFIG, HEAD_CONFIG, head_tensors, write_directory
 from .test_block import target_at, write
 
 # with another size, the error may name what it disagrees with

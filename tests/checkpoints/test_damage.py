@@ -18,7 +18,7 @@ from safetensors.numpy import save_file
 from specjax.checkpoints import open_draft, open_target
 from specjax.checkpoints.tensors import open_directory
 
-from .files import (
+from ..support.checkpoint_files import (
     CONFIG,
     HEAD_CONFIG,
     head_tensors,

@@ -31,7 +31,7 @@ from specjax.config import (
 from specjax.models.eagle import build_head
 from specjax.models.flat import FlatModel
 
-from .files import (
+from ..support.checkpoint_files import (
     CONFIG,
     DIM,
     HEAD_CONFIG,

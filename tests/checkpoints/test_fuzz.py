@@ -18,7 +18,7 @@ import pytest
 from specjax.checkpoints import open_target
 from specjax.testing import Files
 
-from .files import CONFIG, target_tensors, write_directory, write_gguf
+from ..support.checkpoint_files import CONFIG, target_tensors, write_directory, write_gguf
 from .test_quantization import FORMATS, make
 
 Damage = Callable[[bytes, random.Random], bytes]

@@ -12,7 +12,7 @@ from specjax.checkpoints import open_target, target
 from specjax.checkpoints.gguf import GGUFFile
 from specjax.config import RopeScaling
 
-from .files import (
+from ..support.checkpoint_files import (
     CONFIG,
     DIM,
     LAYERS,

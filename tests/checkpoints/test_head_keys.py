@@ -21,8 +21,8 @@ from specjax.models.eagle import build_head
 from specjax.models.family import draft_kinds
 from specjax.models.flat import FlatModel
 
-from ..block_files import BlockCase, publish, random_tensors
-from .files import (
+from ..support.block_files import BlockCase, publish, random_tensors
+from ..support.checkpoint_files import (
     CONFIG,
     HEAD_CONFIG,
     Tensors,

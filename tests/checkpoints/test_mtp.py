@@ -12,7 +12,14 @@ from specjax.checkpoints.draft import MtpCheckpoint, open_mtp
 from specjax.models.eagle import MtpHead
 from specjax.models.flat import FlatModel
 
-from .files import CONFIG, HIDDEN, Tensors, add_biases, target_tensors, write_directory
+from ..support.checkpoint_files import (
+    CONFIG,
+    HIDDEN,
+    Tensors,
+    add_biases,
+    target_tensors,
+    write_directory,
+)
 
 MIMO = {"model_type": "mimo", "architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 2}
 QKV = ("q_proj", "k_proj", "v_proj")

@@ -25,7 +25,7 @@ from specjax.models.placement import Placement
 from specjax.models.registry import FAMILIES
 from specjax.testing.files import write_target as tiny_target
 
-from .files import (
+from ..support.checkpoint_files import (
     CONFIG,
     INNER,
     add_biases,

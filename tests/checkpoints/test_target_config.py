@@ -9,7 +9,7 @@ import pytest
 from specjax.checkpoints import open_target
 from specjax.config import ModelConfig, RopeScaling
 
-from .files import CONFIG, LAYERS, target_tensors, write_directory
+from ..support.checkpoint_files import CONFIG, LAYERS, target_tensors, write_directory
 
 LLAMA3 = {
     "rope_type": "llama3",

@@ -21,8 +21,8 @@ from specjax.testing.files import (
 )
 from specjax.testing.models import copying_head, copying_target
 
-from ..block_files import CASES, BlockCase, publish, random_tensors
-from ..model_files import write_draft_model, write_eagle_head, write_modules
+from ..support.block_files import CASES, BlockCase, publish, random_tensors
+from ..support.model_files import write_draft_model, write_eagle_head, write_modules
 
 SIZES: dict[str, Any] = {"vocab": 98, "hidden": 32, "target_hidden": 32, "target_layers": 2}
 

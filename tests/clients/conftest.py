@@ -16,7 +16,7 @@ import pytest
 from specjax import Engine
 from specjax.testing import Client
 
-from ..server.process import serving, wait_until_ready
+from ..support.server_process import serving, wait_until_ready
 
 HERE = Path(__file__).parent
 PYTHON = os.environ.get("CLIENTS_PYTHON") or HERE.parents[1] / ".ci/cache/clients/bin/python"

@@ -12,7 +12,7 @@ import pytest
 
 from specjax.testing import Client, Files
 
-from ..server.process import free_port, serving, wait_until_ready
+from ..support.server_process import free_port, serving, wait_until_ready
 
 NGINX = shutil.which("nginx") or "/usr/sbin/nginx"
 DOCS = Path(__file__).parents[2] / "docs" / "deploying.md"

@@ -22,7 +22,7 @@ from specjax.compiling.cache import CompileCache, bypassed, open_compile_cache
 from specjax.compiling.pool import CompiledFunction, CompilePool
 from specjax.types import KVPools
 
-from ..settings import counted_compilations, kept_cache_settings
+from ..support.compilation import counted_compilations, kept_cache_settings
 
 SIZE = 1024
 

@@ -10,7 +10,7 @@ import pytest
 from specjax.compiling.cache import FOLDER, open_compile_cache
 from specjax.compiling.pool import CompilePool, on_progress, usable_cores
 
-from ..settings import kept_cache_settings
+from ..support.compilation import kept_cache_settings
 
 
 @pytest.fixture

@@ -10,7 +10,12 @@ import pytest
 from specjax.testing import Files
 from specjax.testing.files import write_head
 
-from ..model_files import write_block_draft, write_draft_model, write_eagle_head, write_modules
+from ..support.model_files import (
+    write_block_draft,
+    write_draft_model,
+    write_eagle_head,
+    write_modules,
+)
 from .draws import MODULES, Drafts
 
 PLUGIN = Path(__file__).parents[2] / "examples" / "specjax-markov"

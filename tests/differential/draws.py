@@ -12,8 +12,8 @@ from specjax import DisaggregatedEngine
 from specjax.sampling.params import SamplingParams
 from specjax.testing.files import CONFIG, EOS_ID, LETTERS
 
-from ..disaggregation.process import ApartEngine
-from ..model_files import BLOCK
+from ..support.engine_process import ApartEngine
+from ..support.model_files import BLOCK
 
 CONTEXT = CONFIG.max_position_embeddings
 CANDIDATES = ([0, 1, 3], [0, 4], [1, 4], [2, 3])

@@ -15,7 +15,7 @@ from specjax import DisaggregatedEngine, Engine
 from specjax.engine.requests import sample_seed
 from specjax.testing import Files, is_idle, num_held
 
-from ..disaggregation.process import ApartEngine
+from ..support.engine_process import ApartEngine
 from .draws import (
     Options,
     Wish,

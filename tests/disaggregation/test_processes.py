@@ -20,8 +20,8 @@ from specjax import Engine
 from specjax.disaggregation.remote import RemotePeer
 from specjax.testing import Files
 
+from ..support.engine_process import Process
 from .peers import SECRET, wait_for
-from .process import Process
 from .sides import SIZES, wait_until_empty
 
 pytestmark = pytest.mark.slow

@@ -11,7 +11,7 @@ from specjax.runtime.runner import ModelRunner
 from specjax.speculative.future_map import stash_handover
 from specjax.types import DraftShape
 
-from ..runners import copied_runner, make_runner
+from ..support.runners import copied_runner, make_runner
 
 
 def transfer_of(runner: ModelRunner) -> KVTransfer:

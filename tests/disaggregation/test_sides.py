@@ -28,7 +28,7 @@ from specjax.server import make_app
 from specjax.testing import Client, running
 from specjax.testing.files import EOS_ID
 
-from ..settings import counted_compilations
+from ..support.compilation import counted_compilations
 from .hostile import job_of
 from .peers import wait_for
 from .sides import REPORTS, SIZES, assert_same, held, wait_until_empty, without_rows

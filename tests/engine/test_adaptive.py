@@ -21,7 +21,7 @@ from specjax.engine.plan import plan_engine
 from specjax.runtime import timing
 from specjax.types import DraftShape
 
-from ..runners import chains
+from ..support.runners import chains
 
 PROMPTS_TINY = ["abc", "specjax!"]
 GREEDY = {"temperature": 0.0, "max_new_tokens": 40, "ignore_eos": True}

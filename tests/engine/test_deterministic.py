@@ -20,10 +20,10 @@ from specjax.engine.requests import DEFAULT_SEED
 from specjax.runtime.runner import ModelRunner
 from specjax.testing import Files
 from specjax.types import NO_DRAFTS, DraftShape
-from tests.kernels.lowering import lower_for_cuda
-from tests.runners import EAGLE3, TARGET, algorithm_of, runner_config
 
-from ..model_files import write_model
+from ..support.lowering import lower_for_cuda
+from ..support.model_files import write_model
+from ..support.runners import EAGLE3, TARGET, algorithm_of, runner_config
 
 ON = {"enable_deterministic_inference": True}
 CHAIN, TREE = DraftShape.chain(2), DraftShape(steps=2, topk=2, nodes=6)

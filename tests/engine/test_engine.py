@@ -24,7 +24,7 @@ from specjax.speculative.algorithm import SpeculativeAlgorithm
 from specjax.testing import STEPS, is_idle, letter_tokenizer, num_held
 from specjax.testing.files import CONFIG, EOS_ID, HEAD, write_head, write_target
 
-from ..settings import counted_compilations
+from ..support.compilation import counted_compilations
 
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=20, ignore_eos=True)
 SEEDED = SamplingParams(temperature=0.7, max_new_tokens=20, ignore_eos=True, sampling_seed=5)

@@ -23,7 +23,7 @@ from specjax.engine.args import EngineArgs
 from specjax.engine.plan import plan_engine
 from specjax.testing import Files
 
-from ..kernels.lowering import TRITON_CALL, lower_for_cuda
+from ..support.lowering import TRITON_CALL, lower_for_cuda
 
 PROMPT = [5, 9, 11, 40, 2, 7] * 4
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=12, ignore_eos=True)

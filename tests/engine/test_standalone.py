@@ -19,7 +19,7 @@ from specjax.testing import letter_tokenizer
 from specjax.testing.files import CONFIG
 from specjax.text.tokenizer import Tokenizer
 
-from ..model_files import write_model
+from ..support.model_files import write_model
 
 pytestmark = pytest.mark.slow
 ALGORITHM = "STANDALONE"

@@ -20,7 +20,7 @@ from specjax.engine.plan import plan_engine
 from specjax.runtime.runner import ModelRunner
 from specjax.testing.files import write_head, write_target
 
-from ..settings import counted_compilations, kept_cache_settings
+from ..support.compilation import counted_compilations, kept_cache_settings
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 GREEDY = {"temperature": 0.0, "max_new_tokens": 12, "ignore_eos": True}

@@ -28,8 +28,8 @@ from specjax.models.flat import FlatModel
 from specjax.scheduling.loop import EngineFault
 from specjax.testing import Files, letter_tokenizer, num_held
 
-from ..model_files import write_block_draft
-from ..settings import counted_compilations
+from ..support.compilation import counted_compilations
+from ..support.model_files import write_block_draft
 
 SHARED = ("embed_tokens.weight", "lm_head.weight")
 TEXTS = ["hello", "The sky is blue", "a", "def f(x): return x"]

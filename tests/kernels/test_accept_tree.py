@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from specjax.kernels.accept_tree import SlotRows, accept_tree
 
-from .lowering import TRITON_CALL, lower_for_cuda
+from ..support.lowering import TRITON_CALL, lower_for_cuda
 from .runs import DEVICE, RUNS, run_jitted
 
 SLOTS, CONTEXT = 9, 24

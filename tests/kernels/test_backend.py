@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from specjax.kernels import backend
 
-from .lowering import TRITON_CALL, lower_for_cuda
+from ..support.lowering import TRITON_CALL, lower_for_cuda
 
 KERNELS = Path(__file__).parents[2] / "kernels"
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from specjax.kernels.dot import invariant_dot, num_parts, plain_dot
 
-from tests.kernels.lowering import lower_for_cuda
-from tests.kernels.runs import RUNS, run_jitted
+from ..support.lowering import lower_for_cuda
+from .runs import RUNS, run_jitted
 
 # rows, inputs, outputs, and whether the matrix is transposed
 CASES = [

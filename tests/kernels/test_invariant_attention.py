@@ -14,8 +14,9 @@ from specjax.kernels.prefill_attention import prefill_attention
 from specjax.kernels.tree_attention import tree_attention
 
 from tests.kernels import test_prefill_attention as prefill_cases
-from tests.kernels.lowering import lower_for_cuda
 from tests.kernels.test_tree_attention import brute_force, make_case, relative_error
+
+from ..support.lowering import lower_for_cuda
 
 # batch, tokens, query heads, KV heads, head dim, page size, pages per request
 CASES = [

@@ -19,7 +19,7 @@ from specjax.kernels.rope_store import rope_store
 from specjax.kernels.token_logprobs import token_logprobs
 from specjax.kernels.tree_attention import tree_attention
 
-from .lowering import TRITON_CALL, lower_for_cuda
+from ..support.lowering import TRITON_CALL, lower_for_cuda
 
 Kernel = Callable[..., Any]
 Spec = tuple[tuple[int, ...], str]

@@ -10,8 +10,8 @@ from specjax.runtime.runner import SLOT_INPUTS
 from specjax.sampling.params import SamplingParams
 from specjax.scheduling.request import RunningRequest
 
-from ..runners import make_request, plain_outputs
-from ..scheduling.serving import STEPS, Serving
+from ..support.runners import make_request, plain_outputs
+from ..support.schedulers import STEPS, Serving
 
 pytestmark = pytest.mark.slow
 

@@ -31,7 +31,7 @@ from specjax.sampling.params import SamplingParams
 from specjax.testing import STEPS
 from specjax.types import DraftShape
 
-from ..runners import make_request
+from ..support.runners import make_request
 
 
 class Clock:

@@ -22,7 +22,7 @@ from specjax.models.weights import QuantArray, dot, take_outputs
 from specjax.testing import TARGET
 from specjax.testing.dense import dense_attend
 
-from ..checkpoints.files import (
+from ..support.checkpoint_files import (
     CONFIG,
     DIM,
     HEADS,

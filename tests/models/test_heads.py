@@ -13,7 +13,7 @@ from specjax.models.eagle import MtpHead, build_head
 from specjax.models.flat import FlatModel
 from specjax.testing import EAGLE3, TARGET
 
-from ..runners import EAGLE
+from ..support.runners import EAGLE
 
 SIZE, VALUES, GROUP = 32, 16, 2  # hidden size, width of all values, queries per value
 NORMED = {"has_fc_norm": True, "norm_output": True, "norm_before_residual": True}

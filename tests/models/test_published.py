@@ -15,7 +15,7 @@ from specjax.models.decoder import CausalLM
 from specjax.models.flat import FlatModel
 from specjax.models.registry import layer_kinds
 
-from ..checkpoints.files import CONFIG, target_tensors, write_directory
+from ..support.checkpoint_files import CONFIG, target_tensors, write_directory
 
 Json = dict[str, Any]
 

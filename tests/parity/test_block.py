@@ -25,7 +25,7 @@ from specjax.checkpoints.target import TargetCheckpoint  # noqa: E402
 from specjax.models.block import BlockDraft  # noqa: E402
 from specjax.models.decoder import CausalLM  # noqa: E402
 
-from ..block_files import (  # noqa: E402
+from ..support.block_files import (  # noqa: E402
     CASES,
     HIDDEN,
     TARGET_LAYERS,

@@ -14,7 +14,7 @@ from specjax.kernels.draw_tokens import token_noise  # noqa: E402
 
 from specjax import Engine  # noqa: E402
 
-from ..block_files import TARGET_LAYERS, BlockCase, publish, random_tensors  # noqa: E402
+from ..support.block_files import TARGET_LAYERS, BlockCase, publish, random_tensors  # noqa: E402
 from .block_reference import Block, Target, read_block  # noqa: E402
 from .torch_side import make_model, rope, run_model, save  # noqa: E402
 

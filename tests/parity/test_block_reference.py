@@ -7,7 +7,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from ..block_files import CASES, BlockCase, publish, random_tensors  # noqa: E402
+from ..support.block_files import CASES, BlockCase, publish, random_tensors  # noqa: E402
 from .block_reference import Block, Target, default_taps, read_block  # noqa: E402
 
 pytestmark = pytest.mark.parity

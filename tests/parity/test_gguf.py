@@ -17,7 +17,7 @@ transformers = pytest.importorskip("transformers")
 from specjax.checkpoints import open_target  # noqa: E402
 from specjax.config import ModelConfig  # noqa: E402
 
-from ..checkpoints.files import sentencepiece, target_tensors, write_gguf  # noqa: E402
+from ..support.checkpoint_files import sentencepiece, target_tensors, write_gguf  # noqa: E402
 from .jax_side import build_target, relative_error, run_target  # noqa: E402
 from .torch_side import FAMILIES, LLAMA3_ROPE, find_smollm2, make_model, run_model, save  # noqa: E402
 

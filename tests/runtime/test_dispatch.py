@@ -11,7 +11,7 @@ from specjax.sampling.params import SamplingParams
 from specjax.speculative.tree import chain_input
 from specjax.types import RoundOutput
 
-from ..runners import EAGLE3, TARGET, algorithm_of, chains, runner_config
+from ..support.runners import EAGLE3, TARGET, algorithm_of, chains, runner_config
 
 
 class Functions(dict[Any, Any]):

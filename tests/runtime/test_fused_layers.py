@@ -16,7 +16,7 @@ from specjax.speculative.algorithm import kv_pool
 from specjax.testing import TARGET, random_weights
 from specjax.testing.dense import dense_attend
 
-from ..model_files import BLOCK
+from ..support.model_files import BLOCK
 
 WIDE = replace(TARGET, hidden_size=128, intermediate_size=256, num_layers=2, head_dim=32)
 

@@ -12,8 +12,8 @@ from specjax.sampling.params import SamplingParams
 from specjax.speculative.prefill import Chunk
 from specjax.testing import EAGLE3
 
-from ..runners import chains, make_request, make_runner, run_requests
-from ..settings import counted_compilations
+from ..support.compilation import counted_compilations
+from ..support.runners import chains, make_request, make_runner, run_requests
 
 pytestmark = pytest.mark.slow
 KEYS = [("round", chains(4)[0], batch) for batch in (1, 4)] + [("prefill", 4), ("prefill", 16)]

@@ -19,7 +19,7 @@ from specjax.runtime.runner_config import (
 from specjax.testing import TARGET
 from specjax.types import DraftShape
 
-from ..runners import algorithm_of, chains, runner_config
+from ..support.runners import algorithm_of, chains, runner_config
 
 BASE = runner_config(algorithm=algorithm_of(None), shapes=chains(0))
 NEEDS = MemoryNeeds(weight_bytes=1_000, token_bytes=10, temporary_bytes=500)

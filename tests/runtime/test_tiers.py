@@ -18,9 +18,16 @@ from specjax.speculative.prefill import Chunk
 from specjax.testing import EAGLE3
 from specjax.types import NO_DRAFTS, DraftShape
 
-from ..runners import chains, copied_runner, make_request, make_runner, plain_output, plain_outputs
-from ..scheduling.serving import Forced, Serving
-from ..settings import counted_compilations
+from ..support.compilation import counted_compilations
+from ..support.runners import (
+    chains,
+    copied_runner,
+    make_request,
+    make_runner,
+    plain_output,
+    plain_outputs,
+)
+from ..support.schedulers import Forced, Serving
 
 pytestmark = pytest.mark.slow
 

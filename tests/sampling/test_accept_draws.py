@@ -23,7 +23,7 @@ from specjax.sampling.params import SamplingParams
 from specjax.speculative.tree import chain_input
 from specjax.types import VerifyInput
 
-from ..speculative.tables import equal_rows, sampling_rows
+from ..support.sampling_tables import equal_rows, sampling_rows
 
 pytestmark = pytest.mark.slow
 

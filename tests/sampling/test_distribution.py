@@ -25,8 +25,8 @@ from specjax.speculative.prefill import Chunk
 from specjax.testing import EAGLE3, TARGET, dense_logits, kept_by_sorting, random_weights
 from specjax.types import DraftShape
 
-from ..runners import algorithm_of
-from ..speculative.tables import equal_rows
+from ..support.runners import algorithm_of
+from ..support.sampling_tables import equal_rows
 
 V, ROWS, PAGE = 9, 512, 8
 TEXT = [3, 1, 4, 1, 5, 8, 2, 6]

@@ -16,8 +16,8 @@ from specjax.sampling.params import SamplingParams
 from specjax.speculative.tree import chain_input
 from specjax.testing import kept_by_sorting
 
-from ..kernels.lowering import lower_for_cuda
-from ..speculative.tables import sampling_rows
+from ..support.lowering import lower_for_cuda
+from ..support.sampling_tables import sampling_rows
 
 VOCAB = 61
 PARAMS = [

@@ -14,7 +14,7 @@ from specjax.sampling.logit_processor import LogitInputs
 from specjax.sampling.params import SamplingParams
 from specjax.speculative.tree import chain_input
 
-from ..speculative.tables import sampling_rows
+from ..support.sampling_tables import sampling_rows
 
 
 @jax.jit

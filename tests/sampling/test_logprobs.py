@@ -10,7 +10,7 @@ from specjax.sampling.logit_processor import LogitInputs
 from specjax.sampling.params import SamplingParams
 from specjax.speculative.tree import chain_input
 
-from ..speculative.tables import sampling_rows
+from ..support.sampling_tables import sampling_rows
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.3])

@@ -16,9 +16,9 @@ from specjax.speculative.tree import chain_input
 from specjax.testing import EAGLE3, adjusted_logits
 from specjax.types import DraftShape, SamplingTable, VerifyInput
 
-from ..runners import copied_weights, make_runner
-from ..scheduling.serving import Serving
-from ..speculative.tables import sampling_rows
+from ..support.runners import copied_weights, make_runner
+from ..support.sampling_tables import sampling_rows
+from ..support.schedulers import Serving
 
 V = 23
 ENDS = (2, 11)

@@ -24,7 +24,7 @@ from specjax.speculative.prefill import Chunk
 from specjax.testing import TARGET
 from specjax.types import NO_DRAFTS
 
-from ..runners import make_runner
+from ..support.runners import make_runner
 
 V = TARGET.vocab_size
 jit_unpack = jax.jit(unpack_sampling)

@@ -10,7 +10,7 @@ from specjax.sampling.params import SamplingParams
 from specjax.scheduling.request import Request
 from specjax.types import DraftShape
 
-from ..runners import make_request
+from ..support.runners import make_request
 
 END = 5  # of `make_request`
 

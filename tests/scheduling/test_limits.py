@@ -12,8 +12,8 @@ from specjax.scheduling import scheduler as scheduler_module
 from specjax.scheduling.request import Deadlines
 from specjax.scheduling.scheduler import QueueFullError
 
-from ..runners import make_request, plain_output
-from .serving import STEPS, Serving
+from ..support.runners import make_request, plain_output
+from ..support.schedulers import STEPS, Serving
 
 RNG = np.random.default_rng(12)
 PROMPTS = [RNG.integers(6, 61, size=n).tolist() for n in (9, 5, 20, 3, 7, 8)]

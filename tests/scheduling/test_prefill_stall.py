@@ -16,7 +16,7 @@ from specjax.scheduling.scheduler import MAX_BURST, Scheduler
 from specjax.speculative.prefill import Chunk
 from specjax.types import NO_DRAFTS, DraftShape, Logprobs
 
-from ..runners import algorithm_of, make_request
+from ..support.runners import algorithm_of, make_request
 
 WIDTHS, ROUND = (128, 256, 512, 1024), 0.006
 RNG = np.random.default_rng(5)

@@ -8,8 +8,8 @@ import pytest
 
 from specjax.sampling.params import SamplingParams
 
-from ..runners import make_request, plain_output, plain_outputs
-from .serving import STEPS, Letters, Serving
+from ..support.runners import make_request, plain_output, plain_outputs
+from ..support.schedulers import STEPS, Letters, Serving
 
 RNG = np.random.default_rng(8)
 START = RNG.integers(6, 61, size=40).tolist()

@@ -7,8 +7,8 @@ import numpy as np
 from specjax.sampling.params import SamplingParams
 from specjax.scheduling.prompt_source import PromptSource
 
-from ..runners import make_request, plain_outputs
-from .serving import STEPS, Serving
+from ..support.runners import make_request, plain_outputs
+from ..support.schedulers import STEPS, Serving
 from .test_limits import Clock
 
 RNG = np.random.default_rng(14)

@@ -7,8 +7,8 @@ import pytest
 
 from specjax.sampling.params import SamplingParams
 
-from ..runners import make_request, plain_outputs
-from .serving import STEPS, Letters, Serving
+from ..support.runners import make_request, plain_outputs
+from ..support.schedulers import STEPS, Letters, Serving
 from .test_counts import check_identities
 
 RNG = np.random.default_rng(4)

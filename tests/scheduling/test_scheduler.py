@@ -12,7 +12,7 @@ from specjax.kernels.tree_attention import MAX_MASKED
 from specjax.sampling.params import SamplingParams
 from specjax.types import DraftShape
 
-from ..runners import (
+from ..support.runners import (
     copied_runner,
     dense_greedy,
     make_request,
@@ -21,7 +21,7 @@ from ..runners import (
     plain_outputs,
     run_requests,
 )
-from .serving import STEPS, Serving, forced
+from ..support.schedulers import STEPS, Serving, forced
 from .test_counts import check_identities
 
 RNG = np.random.default_rng(4)

@@ -9,7 +9,7 @@ from specjax.sampling.params import SamplingParams
 from specjax.scheduling.request import Request
 from specjax.scheduling.waiting import FairQueue
 
-from ..runners import make_request
+from ..support.runners import make_request
 
 REQUESTS = [make_request([6], SamplingParams(), rid=str(i)) for i in range(40)]
 # an operation, and a number that chooses the caller or the request

@@ -21,7 +21,7 @@ from specjax.engine.args import EngineArgs
 from specjax.testing import letter_tokenizer
 from specjax.testing.files import CONFIG, HEAD
 
-from ..loading import load_bench
+from ..support.scripts import load_bench
 
 acceptance, common, compare, rounds, serving = (
     load_bench(name) for name in ("acceptance", "common", "compare", "round", "serving")

@@ -12,7 +12,7 @@ import pytest
 from specjax.cli import commands, main
 from specjax.testing import Files
 
-from ..loading import SCRIPTS, load_bench, run_bench
+from ..support.scripts import SCRIPTS, load_bench, run_bench
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:

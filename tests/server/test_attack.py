@@ -16,7 +16,7 @@ import pytest
 
 from specjax.testing import Client, Files
 
-from .process import serving, wait_until_ready
+from ..support.server_process import serving, wait_until_ready
 
 MB = 1e6
 MOST_MB, MOST_SECONDS = 300, 0.3

@@ -22,7 +22,7 @@ import pytest
 
 from specjax.testing import Client
 
-from .process import serving, wait_until_ready
+from ..support.server_process import serving, wait_until_ready
 
 AT_ONCE = 64
 SIZES = {"max_running_requests": 16, "batch_buckets": (16,), "max_total_tokens": 2048}

@@ -17,7 +17,7 @@ from specjax.server import make_app
 from specjax.testing import Client, running
 
 from ..conftest import COMPILED
-from .process import COMMAND
+from ..support.server_process import COMMAND
 
 SECONDS = 120.0
 OPTIONS = (

@@ -18,7 +18,7 @@ import uvicorn
 from specjax.cli.main import main
 from specjax.server.process import ACCEPT_BATCH, BACKLOG, Server, bind
 
-from .process import flags, serving, wait_until_ready
+from ..support.server_process import flags, serving, wait_until_ready
 
 COMPLETIONS = "/v1/completions"
 SECONDS = 120.0

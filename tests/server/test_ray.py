@@ -20,7 +20,7 @@ import pytest
 
 from specjax.testing import Client, Files
 
-from .process import flags, free_port
+from ..support.server_process import flags, free_port
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "ray_serve.py"
 REPLICAS = 2

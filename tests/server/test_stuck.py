@@ -16,7 +16,7 @@ from specjax.server import process, routes
 from specjax.server.process import Server
 from specjax.server.service import READS_AT_ONCE, Service
 
-from .process import serving, wait_until_ready
+from ..support.server_process import serving, wait_until_ready
 
 COMPLETIONS = "/v1/completions"
 # the command with an engine that computes no prompt, and with short times

@@ -12,7 +12,7 @@ from specjax.speculative.prefill import Chunk
 from specjax.testing import Job, Output
 from specjax.types import DraftShape
 
-from ..runners import make_runner
+from ..support.runners import make_runner
 
 
 @dataclass

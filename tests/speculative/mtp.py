@@ -18,7 +18,7 @@ from specjax.speculative.multi_layer_eagle import MULTI_LAYER_EAGLE
 from specjax.testing import TARGET, random_weights
 from specjax.testing.dense import dense_attend
 
-from ..runners import chains, copied_weights, runner_config
+from ..support.runners import chains, copied_weights, runner_config
 
 MODULES = dataclasses.replace(TARGET, num_layers=3)
 WIDTH = 128

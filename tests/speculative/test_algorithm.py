@@ -17,7 +17,7 @@ from specjax.speculative.future_map import FutureMap
 from specjax.testing import EAGLE3, TARGET
 from specjax.types import DraftShape
 
-from ..runners import chains, runner_config
+from ..support.runners import chains, runner_config
 
 
 @pytest.mark.parametrize(

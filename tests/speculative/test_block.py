@@ -17,8 +17,8 @@ from specjax.speculative.block import DFLASH, DSPARK
 from specjax.testing import TARGET, Job, dense_decode, random_weights
 from specjax.types import NO_DRAFTS, DraftShape, VerifyInput, VerifyOutput
 
-from ..model_files import BLOCK, write_block_draft
-from ..runners import make_request, make_runner, run_requests, target_model
+from ..support.model_files import BLOCK, write_block_draft
+from ..support.runners import make_request, make_runner, run_requests, target_model
 from .driver import serve, start
 
 pytestmark = pytest.mark.slow

@@ -13,7 +13,7 @@ from specjax.models.eagle import build_head
 from specjax.models.flat import FlatModel
 from specjax.testing import EAGLE3
 
-from ..runners import EAGLE, head_weights
+from ..support.runners import EAGLE, head_weights
 
 BATCH, WIDTH, PAGE_SIZE, PAGES = 4, 5, 4, 4
 HEADS = {

@@ -12,7 +12,7 @@ from specjax.sampling.params import SamplingParams
 from specjax.testing import EAGLE3, Job, dense_decode
 from specjax.types import DraftShape
 
-from ..runners import copied_runner, make_runner
+from ..support.runners import copied_runner, make_runner
 from .driver import resumed, serve, staged_runner, start
 
 END = 5

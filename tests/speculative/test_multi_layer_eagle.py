@@ -13,8 +13,8 @@ from specjax.runtime.runner import ModelRunner
 from specjax.sampling.params import SamplingParams
 from specjax.types import DraftShape
 
-from ..runners import plain_outputs
-from ..scheduling.serving import Serving, forced
+from ..support.runners import plain_outputs
+from ..support.schedulers import Serving, forced
 from .mtp import MODULES, dense_modules, mtp_runner
 from .test_identity import JOBS, check, expected
 

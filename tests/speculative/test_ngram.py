@@ -11,8 +11,8 @@ from specjax.speculative.algorithm import SpeculativeAlgorithm
 from specjax.speculative.ngram import CorpusConfig, sort_corpus
 from specjax.types import DraftShape
 
-from ..runners import copied_weights, make_request, make_runner, plain_outputs, run_requests
-from ..scheduling.serving import Serving
+from ..support.runners import copied_weights, make_request, make_runner, plain_outputs, run_requests
+from ..support.schedulers import Serving
 from .test_identity import JOBS, check, expected
 
 NGRAM = SpeculativeAlgorithm.from_string("NGRAM")

@@ -28,8 +28,9 @@ from specjax.speculative.tree import chain_input, take
 from specjax.testing import EAGLE3, TARGET, Job, dense_decode, random_weights
 from specjax.types import DraftShape, VerifyInput
 
-from ..kernels.lowering import TRITON_CALL, lower_for_cuda
-from ..runners import (
+from ..support.compilation import counted_compilations
+from ..support.lowering import TRITON_CALL, lower_for_cuda
+from ..support.runners import (
     algorithm_of,
     copied_runner,
     copied_weights,
@@ -39,8 +40,7 @@ from ..runners import (
     runner_config,
     target_model,
 )
-from ..scheduling.serving import Forced, Serving
-from ..settings import counted_compilations
+from ..support.schedulers import Forced, Serving
 from .driver import serve, start
 from .mtp import mtp_runner
 from .test_block import CONFIGS

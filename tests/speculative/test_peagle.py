@@ -16,7 +16,7 @@ from specjax.testing import EAGLE3, Files, check_tokens
 from specjax.testing.files import write_head
 from specjax.types import NO_DRAFTS, DraftShape
 
-from ..runners import chains, copied_runner, make_runner
+from ..support.runners import chains, copied_runner, make_runner
 from .driver import Served, start
 from .test_identity import JOBS, check, expected
 

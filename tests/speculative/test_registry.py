@@ -24,7 +24,7 @@ from specjax.speculative.tree import chain_input
 from specjax.testing import TARGET, Files
 from specjax.types import DraftShape
 
-from ..runners import chains, runner_config
+from ..support.runners import chains, runner_config
 
 ECHO = '''
 from dataclasses import dataclass

@@ -15,7 +15,7 @@ from specjax.speculative.round import Resident, RoundConfig, draw_and_accept, ma
 from specjax.speculative.tree import chain_input
 from specjax.testing import EAGLE3
 
-from ..runners import (
+from ..support.runners import (
     EAGLE,
     dense_greedy,
     head_weights,

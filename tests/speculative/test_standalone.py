@@ -20,8 +20,8 @@ from specjax.sampling.table import HostTables
 from specjax.testing import TARGET, Job
 from specjax.types import DraftShape
 
-from ..runners import make_request, make_runner, run_requests, target_model
-from ..scheduling.serving import Serving, forced
+from ..support.runners import make_request, make_runner, run_requests, target_model
+from ..support.schedulers import Serving, forced
 from .driver import start
 from .test_identity import JOBS, check, expected
 

@@ -21,7 +21,8 @@ from specjax.speculative.tree import (
     truncate,
 )
 from specjax.types import DraftShape, NodeOutputs, RoundResults, VerifyInput
-from tests.speculative.tables import equal_rows, sampling_rows
+
+from ..support.sampling_tables import equal_rows, sampling_rows
 
 # rows visible to each row of a tree with two paths
 SEES = [

@@ -10,7 +10,8 @@ from specjax.sampling.params import SamplingParams
 from specjax.testing import EAGLE3, dense_logits
 from specjax.types import DraftShape
 
-from ..runners import (
+from ..support.compilation import counted_compilations
+from ..support.runners import (
     EAGLE,
     copied_runner,
     make_request,
@@ -19,8 +20,7 @@ from ..runners import (
     plain_outputs,
     run_requests,
 )
-from ..scheduling.serving import Serving, forced
-from ..settings import counted_compilations
+from ..support.schedulers import Serving, forced
 from .test_identity import JOBS, check, expected
 
 TREE = DraftShape(steps=3, topk=3, nodes=8)

@@ -13,7 +13,7 @@ from specjax.text.completion import CompletionText
 from specjax.text.tokenizer import IncrementalDecoder, Tokenizer
 from specjax.types import DraftShape
 
-from ..runners import make_request
+from ..support.runners import make_request
 
 
 @cache

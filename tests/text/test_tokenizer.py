@@ -27,7 +27,7 @@ from specjax.text import chat_template
 from specjax.text.completion import CompletionText, byte_alphabet
 from specjax.text.tokenizer import LONG_TEXT, IncrementalDecoder, Tokenizer
 
-from ..checkpoints.files import sentencepiece, write_gguf
+from ..support.checkpoint_files import sentencepiece, write_gguf
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' "

@@ -15,7 +15,7 @@ from specjax.training.data import Corpus
 from specjax.training.generate import Sampler
 from specjax.training.trainer import TrainConfig, Trainer, default_draft_config
 
-from ..model_files import write_model
+from ..support.model_files import write_model
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from specjax.training.data import Corpus, batches, pack
 from specjax.training.trainer import TrainConfig
 from specjax.training.ttt import PackedBatch, packed_attend
 
-from ..model_files import write_model
+from ..support.model_files import write_model
 
 NUM_DRAFTS = 3
 

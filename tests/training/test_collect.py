@@ -26,7 +26,7 @@ from specjax.training.collect import (
 )
 from specjax.training.generate import Sampler
 
-from ..model_files import write_model
+from ..support.model_files import write_model
 
 TEMPLATE = "<s>{% for m in messages %}{{ m.role }}: {{ m.content }}<e>{% endfor %}bot:"
 

@@ -19,8 +19,8 @@ from specjax.testing.files import CONFIG
 from specjax.training import run
 from specjax.training.data import Corpus
 
-from ..loading import load_script
-from ..model_files import write_block_draft, write_model
+from ..support.model_files import write_block_draft, write_model
+from ..support.scripts import load_script
 
 SIZES = "--generator-rows 8 --prefill-rows 4 --max-prompt-len 160 --max-answer-tokens 12"
 TRAIN = "--steps 6 --ttt-steps 2 --batch-rows 2 --row-length 64 --draft-vocab-size 64"

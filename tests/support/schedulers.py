@@ -17,7 +17,7 @@ from specjax.speculative.prefill import Chunk
 from specjax.testing import TARGET
 from specjax.types import NO_DRAFTS, DraftShape
 
-from ..runners import copied_runner, make_request
+from .runners import copied_runner, make_request
 
 STEPS = 4
 

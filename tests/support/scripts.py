@@ -8,7 +8,7 @@ from types import ModuleType
 
 from specjax.cli import main
 
-SCRIPTS = Path(__file__).parents[1] / "scripts"
+SCRIPTS = Path(__file__).parents[2] / "scripts"
 
 
 def load_script(name: str) -> ModuleType:
