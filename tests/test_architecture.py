@@ -99,6 +99,31 @@ def test_no_import_cycle() -> None:
         visit(module, ())
 
 
+def resolved(path: Path) -> Iterator[tuple[str, ...]]:
+    """Modules of the tests that a test file imports, as parts of their names."""
+    folder = path.relative_to(ROOT).parent.parts
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom):
+            base = folder[: len(folder) - node.level + 1] if node.level else ()
+            base += tuple(node.module.split(".")) if node.module else ()
+            yield from ((*base, alias.name) for alias in node.names if base[0] == "tests")
+        elif isinstance(node, ast.Import):
+            names = (tuple(alias.name.split(".")) for alias in node.names)
+            yield from (name for name in names if name[0] == "tests")
+
+
+def test_tests_import_helpers_of_their_own_folder_or_of_tests_support() -> None:
+    """No module imports a test's module; ``conftest`` of the tests may be imported anywhere."""
+    wrong = []
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        for _, *names in resolved(path):
+            home = [*path.relative_to(ROOT / "tests").parent.parts]
+            is_near = names[0] in ("support", "conftest") or names[: len(home)] == home != []
+            if not is_near or any(name.startswith("test_") for name in names):
+                wrong.append(f"{path.relative_to(ROOT)} imports {'.'.join(names)}")
+    assert not wrong
+
+
 def test_few_files_at_the_top_level() -> None:
     assert len(list((ROOT / "specjax").glob("*.py"))) <= 8
 

@@ -11,57 +11,33 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from specjax.checkpoints import TargetCheckpoint, export_draft, open_draft, open_target
+from specjax.checkpoints import export_draft, open_draft, open_target
 from specjax.checkpoints.block import open_block
 from specjax.checkpoints.presets import PRESETS, preset_algorithm, write_preset
-from specjax.config import BlockConfig, ModelConfig, RopeScaling
+from specjax.config import BlockConfig, RopeScaling
 from specjax.models.block import BlockDraft
 from specjax.models.flat import FlatModel
-from specjax.testing import letter_tokenizer, random_weights
+from specjax.testing import random_weights
 
 from ..support.block_files import (
     CASES,
     HIDDEN,
-    TARGET_LAYERS,
+    SPARK,
     VOCAB,
     BlockCase,
     publish,
     random_tensors,
+    target_at,
+    write_block,
 )
-from .test_damage import damage_json, fuzz
-
-MODEL = ModelConfig(
-    model_type="qwen3",
-    vocab_size=VOCAB,
-    hidden_size=HIDDEN,
-    intermediate_size=64,
-    num_layers=TARGET_LAYERS,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-    max_position_embeddings=512,
-)
-SPARK: dict[str, Any] = {"markov": "vanilla", "confidence": "markov"}
-
-
-def target_at(path: Path, **changes: Any) -> TargetCheckpoint:
-    """A target without weights."""
-    config = dataclasses.replace(MODEL, **changes)
-    return TargetCheckpoint(config, path, None, str(path), letter_tokenizer)  # type: ignore[arg-type]
-
-
-def write(path: Path, case: BlockCase) -> Path:
-    rng = np.random.default_rng(0)
-    shared = rng.normal(size=(VOCAB, HIDDEN)).astype(np.float32)
-    copies = {"embed_tokens.weight": shared, "lm_head.weight": shared}
-    return publish(case, random_tensors(case, copies, seed=1), path)
+from .damage import damage_json, fuzz
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_a_spelling_means_what_it_says(tmp_path: Path, name: str) -> None:
     case = CASES[name]
-    opened = open_block(write(tmp_path / "draft", case), target_at(tmp_path))
+    opened = open_block(write_block(tmp_path / "draft", case), target_at(tmp_path))
     opened.check_weights()
     config = opened.config
     assert (config.num_drafts, config.anchor_first) == (case.drafts, not case.fills_in)
@@ -93,7 +69,7 @@ def test_a_spelling_means_what_it_says(tmp_path: Path, name: str) -> None:
 
 
 def test_the_context_has_the_keys_and_values_of_all_layers(tmp_path: Path) -> None:
-    opened = open_block(write(tmp_path / "draft", BlockCase(format=1)), target_at(tmp_path))
+    opened = open_block(write_block(tmp_path / "draft", BlockCase(format=1)), target_at(tmp_path))
     weights = opened.load_weights()
     kernels = [weights[f"layers.{i}.attention.qkv.kernel"] for i in range(2)]
     keys, values = zip(*(np.split(x[:, 64:], 2, axis=1) for x in kernels), strict=True)
@@ -191,7 +167,7 @@ REFUSED: dict[str, tuple[BlockCase, str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_refusals_name_the_reason(tmp_path: Path, name: str) -> None:
     case, message = REFUSED[name]
-    path = write(tmp_path / "draft", case)
+    path = write_block(tmp_path / "draft", case)
     with pytest.raises(ValueError, match=message):
         open_block(path, target_at(tmp_path))
 
@@ -200,13 +176,13 @@ def test_refusals_name_the_reason(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("name", ["1-sliding", "3-gated", "4-dspark-config", "6-reduced"])
 def test_damaged_configurations(tmp_path: Path, name: str) -> None:
     """Any damage raises a ValueError that names the file."""
-    path, target = write(tmp_path / "draft", CASES[name]), target_at(tmp_path)
+    path, target = write_block(tmp_path / "draft", CASES[name]), target_at(tmp_path)
     act = partial(open_block, path, target)
     assert fuzz(path, ["config.json"], damage_json, lambda _: act().check_weights(), 200) > 10
 
 
 def test_other_files_of_a_drafter_are_refused(tmp_path: Path) -> None:
-    path = write(tmp_path / "draft", BlockCase(format=1))
+    path = write_block(tmp_path / "draft", BlockCase(format=1))
     (path / "mask_embedding.pt").touch()
     with pytest.raises(ValueError, match=r"mask embedding in mask_embedding.pt is not supported"):
         open_block(path, target_at(tmp_path))
@@ -237,7 +213,7 @@ def test_presets(tmp_path: Path, name: str) -> None:
 
 def test_other_algorithms_name_the_one_that_drafts_with_it(tmp_path: Path) -> None:
     for prefix in ("", "model."):
-        path = write(tmp_path / f"draft{prefix}", BlockCase(format=1, prefix=prefix))
+        path = write_block(tmp_path / f"draft{prefix}", BlockCase(format=1, prefix=prefix))
         with pytest.raises(ValueError, match="is a block drafter; set speculative_algorithm='DSP"):
             open_draft(path, target_at(tmp_path))
 
@@ -252,7 +228,7 @@ def test_a_mixture_with_a_p_eagle_head_is_refused(tmp_path: Path) -> None:
 
 
 def test_default_layers_need_four_layers(tmp_path: Path) -> None:
-    path = write(tmp_path / "draft", CASES["1-default-three-layers"])
+    path = write_block(tmp_path / "draft", CASES["1-default-three-layers"])
     assert open_block(path, target_at(tmp_path, num_layers=4)).config.feature_layers == (1, 1, 1)
     for count in (1, 2, 3):
         with pytest.raises(ValueError, match=f"target_layer_ids=None .* 4 or more .* of {count}"):
@@ -293,7 +269,7 @@ def test_default_layers_need_four_layers(tmp_path: Path) -> None:
 def test_tensors_and_keys_name_the_format(
     tmp_path: Path, case: BlockCase, name: str, anchor_first: bool
 ) -> None:
-    path = write(tmp_path / "draft", case)
+    path = write_block(tmp_path / "draft", case)
     if not name:
         with pytest.raises(ValueError, match="with markov_rank=6 may be DFlash"):
             open_block(path, target_at(tmp_path))
@@ -315,7 +291,7 @@ def test_the_mask_token_may_be_a_string(tmp_path: Path) -> None:
     case = BlockCase(
         format=1, move={"dflash_config.mask_token_id": "x"}, add={"dflash_config.mask_token": "b"}
     )
-    config = open_block(write(tmp_path / "draft", case), target_at(tmp_path)).config
+    config = open_block(write_block(tmp_path / "draft", case), target_at(tmp_path)).config
     assert config.mask_token_id == 1
 
 
@@ -323,7 +299,7 @@ def test_a_drafter_in_a_targets_checkpoint_is_found(tmp_path: Path) -> None:
     target = target_at(tmp_path)
     with pytest.raises(ValueError, match=r"draft=None, .* no block drafter: neither a folder"):
         open_block(None, target)
-    write(tmp_path / "dspark", BlockCase(format=3, **SPARK))
+    write_block(tmp_path / "dspark", BlockCase(format=3, **SPARK))
     opened = open_block(None, target)
     assert opened.path == tmp_path / "dspark"
     assert open_block(None, target, rope_theta=5.0).config.rope_theta == 5.0
@@ -338,7 +314,7 @@ def test_a_drafter_in_a_targets_repository_is_downloaded(
     def snapshot_download(repo_id: str, **options: Any) -> str:
         asked.append((repo_id, options["revision"], options["allow_patterns"]))
         if len(asked) == 1:
-            write(tmp_path / "snapshots/abc/dspark", BlockCase(format=3, **SPARK))
+            write_block(tmp_path / "snapshots/abc/dspark", BlockCase(format=3, **SPARK))
         return str(tmp_path / "snapshots/abc")
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)

@@ -16,10 +16,10 @@ from specjax.checkpoints.block import open_block
 from specjax.config import ModelConfig, Rope, TransformerConfig
 from specjax.models.registry import FAMILIES
 from specjax.models.rope import rope_frequencies
+from specjax.testing.files import write_folder
 
-from ..support.block_files import CASES, BlockCase
-from ..support.checkpoint_files import CONFIG, HEAD_CONFIG, head_tensors, write_directory
-from .test_block import target_at, write
+from ..support.block_files import CASES, BlockCase, target_at, write_block
+from ..support.checkpoint_files import CONFIG, HEAD_CONFIG, head_tensors
 
 # with another size, the error may name what it disagrees with
 SIZES = ("hidden_size", "block_size", "target_layer_ids", "aux_hidden_state_layer_ids")
@@ -133,10 +133,10 @@ def test_numbers_of_drafts(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "draft"
     target: Any = target_at(tmp_path)
     if kind == "eagle-3":
-        target = open_target(write_directory(tmp_path / "target", CONFIG, {}))
-        write_directory(path, HEAD_CONFIG | {"rope_scaling": YARN}, head_tensors())
+        target = open_target(write_folder(tmp_path / "target", CONFIG, {}))
+        write_folder(path, HEAD_CONFIG | {"rope_scaling": YARN}, head_tensors())
     else:
-        write(path, CASES[kind])
+        write_block(path, CASES[kind])
     body = json.loads((path / "config.json").read_text())
     act = open_draft if kind == "eagle-3" else open_block
     check_numbers(path / "config.json", body, body, partial(act, path, target), 2)
@@ -161,7 +161,7 @@ def test_refused_numbers(
     tmp_path: Path, model_type: str, changes: dict[str, Any], message: str
 ) -> None:
     names = {"model_type": model_type, "architectures": [FAMILIES[model_type].architecture]}
-    write_directory(tmp_path, CONFIG | names | changes, {})
+    write_folder(tmp_path, CONFIG | names | changes, {})
     with pytest.raises(ValueError, match=rf"config\.json.*{message}"):
         open_target(tmp_path)
 
@@ -181,7 +181,7 @@ def test_claimed_layers_of_targets(tmp_path: Path, model_type: str) -> None:
     """The limit is checked before lists of this length are made."""
     names = {"model_type": model_type, "architectures": [FAMILIES[model_type].architecture]}
     sizes = {"num_hidden_layers": 10**8, "head_dim": 8}
-    write_directory(tmp_path, CONFIG | QWEN | names | sizes, {})
+    write_folder(tmp_path, CONFIG | QWEN | names | sizes, {})
     check_fast(lambda: open_target(tmp_path), "num_hidden_layers=100000000 must be .* 1 to 1024")
 
 
@@ -189,22 +189,22 @@ def test_claimed_layers_of_targets(tmp_path: Path, model_type: str) -> None:
 def test_claimed_heads(tmp_path: Path, key: str) -> None:
     """Recipes have index arrays of heads and of their dimensions."""
     changes = {"partial_rotary_factor": 0.5, key: 2**24}
-    write_directory(tmp_path, CONFIG | changes, {})
+    write_folder(tmp_path, CONFIG | changes, {})
     check_fast(lambda: open_target(tmp_path).recipes, f"{key}=16777216 must be .* 1 to 1024")
 
 
 @pytest.mark.parametrize("add", [{}, SLIDING])
 def test_claimed_layers_of_drafts(tmp_path: Path, add: dict[str, Any]) -> None:
     case = BlockCase(format=1, add={"num_hidden_layers": 10**8, **add})
-    path = write(tmp_path / "draft", case)
+    path = write_block(tmp_path / "draft", case)
     demand = "num_hidden_layers=100000000 must be .* 1 to 1024"
     check_fast(lambda: open_block(path, target_at(tmp_path)), demand)
-    target = open_target(write_directory(tmp_path / "target", CONFIG, {}))
-    head = write_directory(
+    target = open_target(write_folder(tmp_path / "target", CONFIG, {}))
+    head = write_folder(
         tmp_path / "head", HEAD_CONFIG | add | {"num_hidden_layers": 10**8}, head_tensors()
     )
     check_fast(lambda: open_draft(head, target), demand)
     tensors = head_tensors(layer="layers.0") | {"layers.99999999.x": np.ones(3)}
     body = {k: v for k, v in (HEAD_CONFIG | add).items() if k != "num_hidden_layers"}
-    write_directory(head, body, tensors)
+    write_folder(head, body, tensors)
     check_fast(lambda: open_draft(head, target), "num_(hidden_)?layers=100000000 must be .* 1024")

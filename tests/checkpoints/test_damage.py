@@ -4,8 +4,6 @@ import json
 import os
 import random
 import struct
-import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,60 +15,17 @@ from safetensors.numpy import save_file
 
 from specjax.checkpoints import open_draft, open_target
 from specjax.checkpoints.tensors import open_directory
+from specjax.testing.files import write_folder
 
 from ..support.checkpoint_files import (
     CONFIG,
     HEAD_CONFIG,
     head_tensors,
     target_tensors,
-    write_directory,
     write_gguf,
     write_sharded,
 )
-
-WRONG: list[Any] = [
-    None,
-    True,
-    -1,
-    0,
-    2**31,
-    10**400,
-    1.5,
-    float("nan"),
-    float("inf"),
-    "",
-    "x" * 400,
-    "\0",
-    "\u2028",
-    [],
-    [1, "a"],
-    [[]],
-    {},
-    {"a": {"b": []}},
-]
-
-
-def damaged(value: Any, rng: random.Random) -> Any:
-    """Copy a value and change the type of one part, drop it, or put it in another's position."""
-    if isinstance(value, dict) and value and rng.random() < 0.9:
-        key = rng.choice(list(value))
-        if rng.random() < 0.1:
-            return {k: v for k, v in value.items() if k != key}
-        if rng.random() < 0.1:
-            return value | {key: value[rng.choice(list(value))]}
-        return value | {key: damaged(value[key], rng)}
-    if isinstance(value, list) and value and rng.random() < 0.7:
-        i = rng.randrange(len(value))
-        return [*value[:i], damaged(value[i], rng), *value[i + 1 :]]
-    return rng.choice(WRONG)
-
-
-def damage_json(file: Path, rng: random.Random) -> None:
-    text = file.read_text()
-    if rng.random() < 0.1:
-        file.write_text(text[: rng.randrange(len(text))])
-    else:
-        file.write_text(json.dumps(damaged(json.loads(text), rng)))
+from .damage import damage_json, fuzz
 
 
 def damage_bytes(file: Path, rng: random.Random, header: int = 2500) -> None:
@@ -83,35 +38,6 @@ def damage_bytes(file: Path, rng: random.Random, header: int = 2500) -> None:
         value = rng.choice((0, 1, 0x7F, 255, 2**31, 2**40, 2**63, 2**64 - 1))
         data[i : i + width] = (value % 2 ** (8 * width)).to_bytes(width, "little")
     file.write_bytes(data)
-
-
-def fuzz(
-    folder: Path,
-    names: list[str],
-    damage: Callable[[Path, random.Random], None],
-    act: Callable[[str], Any],
-    count: int,
-) -> int:
-    """Damage one file at a time: ``act(name)`` succeeds, or its error names the location.
-
-    Returns the number of successes.
-    """
-    whole = {name: (folder / name).read_bytes() for name in names}
-    num_opened = 0
-    for seed in range(count):
-        rng = random.Random(seed)
-        name = rng.choice(names)
-        damage(folder / name, rng)
-        before, refusal = time.monotonic(), str(folder)
-        try:
-            act(name)
-            num_opened += 1
-        except ValueError as error:
-            refusal = str(error)
-        assert str(folder) in refusal
-        assert time.monotonic() - before < 5
-        (folder / name).write_bytes(whole[name])
-    return num_opened
 
 
 @pytest.fixture(scope="module")
@@ -148,13 +74,13 @@ def test_damaged_directories(tmp_path: Path, tokenizer_files: dict[str, str]) ->
 
 @pytest.mark.parametrize("nested", [False, True])
 def test_damaged_heads(tmp_path: Path, nested: bool) -> None:
-    target = open_target(write_directory(tmp_path / "target", CONFIG, {}))
+    target = open_target(write_folder(tmp_path / "target", CONFIG, {}))
     config: dict[str, Any] = HEAD_CONFIG | {"norm_output": False, "target_hidden_size": 32}
     if nested:
         layer = {k: v for k, v in HEAD_CONFIG.items() if k != "eagle_config"}
         eagle = HEAD_CONFIG["eagle_config"]
         config = {"transformer_layer_config": layer, "draft_vocab_size": 20, "eagle_config": eagle}
-    head = write_directory(tmp_path / "head", config, head_tensors())
+    head = write_folder(tmp_path / "head", config, head_tensors())
     act = partial(open_draft, head, target)
     assert fuzz(head, ["config.json"], damage_json, lambda _: act().check_weights(), 200) > 10
 
@@ -188,7 +114,7 @@ def test_gguf_array_longer_than_the_file(tmp_path: Path, kind: int) -> None:
 
 
 def test_damaged_safetensors(tmp_path: Path) -> None:
-    act = partial(open_target, write_directory(tmp_path, CONFIG, target_tensors()))
+    act = partial(open_target, write_folder(tmp_path, CONFIG, target_tensors()))
     fuzz(tmp_path, ["model.safetensors"], damage_bytes, lambda _: act().check_weights(), 100)
 
 
@@ -205,7 +131,7 @@ def test_a_file_that_is_replaced_while_it_is_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("layers", [2**31, 2**31 - 1, 1000])
 def test_layer_count_is_checked_before_building(tmp_path: Path, layers: int) -> None:
-    write_directory(tmp_path, CONFIG | {"num_hidden_layers": layers}, target_tensors())
+    write_folder(tmp_path, CONFIG | {"num_hidden_layers": layers}, target_tensors())
     with pytest.raises(
         ValueError, match=r"_layers=214748364\d .* (1024|2147483647)|lacks \d+ tensor"
     ):
@@ -216,7 +142,7 @@ def test_layer_count_is_checked_before_building(tmp_path: Path, layers: int) -> 
 def test_weights_must_be_floats(tmp_path: Path, dtype: str) -> None:
     name = "model.layers.1.mlp.up_proj.weight"
     tensors = target_tensors()
-    write_directory(tmp_path, CONFIG, tensors)
+    write_folder(tmp_path, CONFIG, tensors)
     try:
         save_file(tensors | {name: tensors[name].astype(dtype)}, tmp_path / "model.safetensors")
     except Exception:  # this version of safetensors lacks the dtype
@@ -244,7 +170,7 @@ def test_weights_must_be_floats(tmp_path: Path, dtype: str) -> None:
 def test_only_regular_files_are_read(
     tmp_path: Path, tokenizer_files: dict[str, str], name: str, kind: str
 ) -> None:
-    write_directory(tmp_path, CONFIG, target_tensors())
+    write_folder(tmp_path, CONFIG, target_tensors())
     (tmp_path / "tokenizer.json").write_text(tokenizer_files["tokenizer.json"])
     (tmp_path / name).unlink(missing_ok=True)
     if kind == "device":
@@ -264,7 +190,7 @@ def test_only_regular_files_are_read(
 
 @pytest.mark.parametrize("name", ["{}/b.safetensors", "../b.safetensors", "c/b.safetensors", ".."])
 def test_an_index_names_files_of_its_folder(tmp_path: Path, name: str) -> None:
-    model = write_directory(tmp_path / "a", CONFIG, target_tensors())
+    model = write_folder(tmp_path / "a", CONFIG, target_tensors())
     (tmp_path / "b.safetensors").write_bytes((model / "model.safetensors").read_bytes())
     (model / "c").mkdir()
     (model / "c" / "b.safetensors").symlink_to(tmp_path / "b.safetensors")
@@ -277,7 +203,7 @@ def test_an_index_names_files_of_its_folder(tmp_path: Path, name: str) -> None:
 
 def test_headers_have_a_limit(tmp_path: Path) -> None:
     """A million empty tensors would take 26 s."""
-    model = write_directory(tmp_path, CONFIG, target_tensors())
+    model = write_folder(tmp_path, CONFIG, target_tensors())
     path = model / "model.safetensors"
     path.write_bytes((2**22 + 1).to_bytes(8, "little") + b"{}" + bytes(2**22))
     with pytest.raises(ValueError, match=r"model\.safetensors .* 4194305 bytes; .* 4194304"):
@@ -292,7 +218,7 @@ def test_a_name_is_known_only_where_it_is_used(tmp_path: Path, name: str) -> Non
     tensors = target_tensors(tied=True) | {"lm_head.weight": np.ones((61, 32), np.float32)}
     tensors |= dict.fromkeys(known, np.ones(4, np.float32))
     config = CONFIG | {"tie_word_embeddings": True}
-    open_target(write_directory(tmp_path, config, tensors)).check_weights()
-    write_directory(tmp_path, config, tensors | {name: np.ones(1, np.float32)})
+    open_target(write_folder(tmp_path, config, tensors)).check_weights()
+    write_folder(tmp_path, config, tensors | {name: np.ones(1, np.float32)})
     with pytest.raises(ValueError, match=f"does not use: '{name}'"):
         open_target(tmp_path).check_weights()

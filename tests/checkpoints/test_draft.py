@@ -30,28 +30,26 @@ from specjax.config import (
 )
 from specjax.models.eagle import build_head
 from specjax.models.flat import FlatModel
+from specjax.testing.files import write_folder
 
 from ..support.checkpoint_files import (
     CONFIG,
     DIM,
+    EAGLE_CONFIG,
     HEAD_CONFIG,
     HEADS,
     HIDDEN,
     INNER,
     KV_HEADS,
+    PEAGLE,
     VOCAB,
     add_biases,
     eagle_tensors,
     head_tensors,
-    write_directory,
+    peagle_tensors,
 )
 
 Q, KV = HEADS * DIM, KV_HEADS * DIM
-EAGLE_CONFIG = {
-    key: value
-    for key, value in HEAD_CONFIG.items()
-    if key not in ("draft_vocab_size", "eagle_config")
-} | {"architectures": ["LlamaForCausalLMEagle"]}
 FULL, TIED = {"draft_vocab_size": VOCAB}, {"tie_word_embeddings": True}
 NO_HEAD = {"lm_head": False, "draft_vocab": VOCAB}
 
@@ -76,7 +74,7 @@ def open_head(
     **options: Any,
 ) -> DraftCheckpoint:
     body = {key: value for key, value in config.items() if value is not ...}
-    directory = write_directory(path / "head", body, tensors)
+    directory = write_folder(path / "head", body, tensors)
     return open_draft(directory, target(path, **(target_changes or {})), **options)
 
 
@@ -296,34 +294,6 @@ def test_biases(tmp_path: Path) -> None:
     np.testing.assert_array_equal(weights["fc.bias"], tensors["fc.bias"])
     qkv = [tensors[f"midlayer.self_attn.{letter}_proj.bias"] for letter in "qkv"]
     np.testing.assert_array_equal(weights["attention.qkv.bias"], np.concatenate(qkv))
-
-
-def peagle_tensors(count: int) -> dict[str, np.ndarray]:
-    """Tensors of a head with this number of layers, all with query and key norms."""
-    tensors = head_tensors(layer="layers.0", embedding=True)
-    for i in range(1, count):
-        layer = eagle_tensors(bias=False)
-        del layer["fc.weight"]
-        tensors |= {name.replace("layers.0", f"layers.{i}"): x for name, x in layer.items()}
-        tensors[f"layers.{i}.input_layernorm.weight"] = np.full(HIDDEN, i, np.float32)
-    for i, letter in np.ndindex(count, 2):
-        norm = np.full(DIM, 2 * i + letter, np.float32)
-        tensors[f"layers.{i}.self_attn.{'qk'[letter]}_norm.weight"] = norm
-    return tensors | {"mask_hidden": np.arange(3 * HIDDEN, dtype=np.float32).reshape(1, 1, -1)}
-
-
-PEAGLE = {
-    "architectures": ["PEagleSpeculator"],
-    "speculators_model_type": "peagle",
-    "draft_vocab_size": 20,
-    "mask_token_id": 60,
-    "eagle_aux_hidden_state_layer_ids": [1, 2, 3],
-    "transformer_layer_config": {
-        key: value
-        for key, value in HEAD_CONFIG.items()
-        if key not in ("architectures", "draft_vocab_size", "eagle_config", "num_hidden_layers")
-    },
-}
 
 
 @pytest.mark.parametrize("count", [1, 3])

@@ -17,9 +17,10 @@ import pytest
 
 from specjax.checkpoints import open_target
 from specjax.testing import Files
+from specjax.testing.files import write_folder
 
-from ..support.checkpoint_files import CONFIG, target_tensors, write_directory, write_gguf
-from .test_quantization import FORMATS, make
+from ..support.checkpoint_files import CONFIG, target_tensors, write_gguf
+from ..support.quantized_files import FORMATS, make
 
 Damage = Callable[[bytes, random.Random], bytes]
 
@@ -181,7 +182,7 @@ def quantised_config(data: bytes, rng: random.Random) -> bytes:
 
 
 def write_plain(folder: Path, _: Files) -> Path:
-    return write_directory(folder / "model", CONFIG, target_tensors())
+    return write_folder(folder / "model", CONFIG, target_tensors())
 
 
 def write_quantised(name: str, folder: Path, files: Files) -> Path:

@@ -11,18 +11,19 @@ import pytest
 from specjax.checkpoints import open_target, target
 from specjax.checkpoints.gguf import GGUFFile
 from specjax.config import RopeScaling
+from specjax.testing.files import write_folder
 
 from ..support.checkpoint_files import (
     CONFIG,
     DIM,
     LAYERS,
+    QKV,
     add_biases,
     target_tensors,
     to_gguf_rows,
-    write_directory,
     write_gguf,
 )
-from .test_target import QKV, check_layout
+from .layout import check_layout
 
 LLAMA3 = RopeScaling(
     rope_type="llama3",
@@ -202,7 +203,7 @@ def test_a_larger_gemma_has_another_scale(tmp_path: Path) -> None:
 
 def test_weights_equal_a_directory_of_the_same_tensors(tmp_path: Path) -> None:
     tensors = target_tensors()
-    directory = open_target(write_directory(tmp_path / "hf", CONFIG, tensors))
+    directory = open_target(write_folder(tmp_path / "hf", CONFIG, tensors))
     file = open_target(write_gguf(tmp_path / "model.gguf", tensors))
     assert file.config == directory.config
     ours, theirs = file.load_weights(), directory.load_weights()

@@ -20,21 +20,22 @@ from specjax.models.block import BlockDraft
 from specjax.models.eagle import build_head
 from specjax.models.family import draft_kinds
 from specjax.models.flat import FlatModel
+from specjax.testing.files import write_folder
 
-from ..support.block_files import BlockCase, publish, random_tensors
+from ..support.block_files import BlockCase, publish, random_tensors, target_at
 from ..support.checkpoint_files import (
     CONFIG,
+    EAGLE_CONFIG,
     HEAD_CONFIG,
+    PEAGLE,
     Tensors,
     add_biases,
     eagle_tensors,
     head_tensors,
+    peagle_tensors,
     target_tensors,
-    write_directory,
+    write_mimo,
 )
-from .test_block import target_at
-from .test_draft import EAGLE_CONFIG, PEAGLE, peagle_tensors
-from .test_mtp import write_mimo
 
 # key -> another value, and what it changes in the configuration of a draft of one layer
 COMPUTED: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -128,9 +129,9 @@ class Opened:
     def __init__(self, path: Path, kind: str) -> None:
         self.kind, self.path = kind, path / "draft"
         if kind in HEADS:
-            self.target: Any = open_target(write_directory(path / "target", CONFIG, {}))
+            self.target: Any = open_target(write_folder(path / "target", CONFIG, {}))
             self.body, tensors = HEADS[kind][0], HEADS[kind][1]()
-            write_directory(self.path, self.body, tensors)
+            write_folder(self.path, self.body, tensors)
         else:
             case = BlockCase(format=5 if kind == "speculators" else 1, layers=1, head_dim=8)
             self.target = target_at(path)
@@ -232,8 +233,8 @@ def test_windows_that_are_refused(tmp_path: Path) -> None:
 def test_layers_of_a_p_eagle_head_differ(tmp_path: Path) -> None:
     kinds = ["full_attention", "sliding_attention"]
     body = changed(PEAGLE, {"layer_types": kinds, "sliding_window": 4})
-    path = write_directory(tmp_path / "head", body, peagle_tensors(2))
-    target = open_target(write_directory(tmp_path / "target", CONFIG, {}))
+    path = write_folder(tmp_path / "head", body, peagle_tensors(2))
+    target = open_target(write_folder(tmp_path / "target", CONFIG, {}))
     opened = open_draft(path, target)
     assert opened.config.windows == (0, 4)
     assert [kind.window for kind in draft_kinds(opened.config)] == [None, 4]
@@ -252,8 +253,8 @@ def test_biases_are_those_of_the_tensors(tmp_path: Path, kind: str) -> None:
     names = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     body = HEADS[kind][0] | {"attention_bias": True, "mlp_bias": True}
     tensors = add_biases(HEADS[kind][1](), names)
-    path = write_directory(tmp_path / "head", body, tensors)
-    opened = open_draft(path, open_target(write_directory(tmp_path / "target", CONFIG, {})))
+    path = write_folder(tmp_path / "head", body, tensors)
+    opened = open_draft(path, open_target(write_folder(tmp_path / "target", CONFIG, {})))
     weights, layer = opened.load_weights(), "layers.0" if kind == "eagle" else "midlayer"
     assert set(weights) == set(FlatModel.of(partial(build_head, opened.config)).names)
     prefix = "layers.0." if kind == "eagle" else ""
@@ -289,19 +290,19 @@ LLAMA_KEYS = {
 
 def test_draft_models_and_modules(tmp_path: Path) -> None:
     """A key is refused if the family does not read it; layers with a window may be named."""
-    target = open_target(write_directory(tmp_path / "target", CONFIG, {}))
+    target = open_target(write_folder(tmp_path / "target", CONFIG, {}))
     path, tensors = tmp_path / "draft", target_tensors()
     act = partial(open_draft_model, path, target, with_tokenizer=False)
     for key, value in LLAMA_KEYS.items():
-        write_directory(path, CONFIG | {key: value}, tensors)
+        write_folder(path, CONFIG | {key: value}, tensors)
         with pytest.raises(ValueError, match=rf"config\.json: {key}={value} is not supported"):
             act()
     kinds = ["sliding_attention", "full_attention", "sliding_attention"]
     named = {"layer_types": kinds, "sliding_window": 4}
-    write_directory(path, CONFIG | named, tensors)
+    write_folder(path, CONFIG | named, tensors)
     assert act().config.windows == (4, 0, 4)
     olmo = {"model_type": "olmo2", "architectures": ["Olmo2ForCausalLM"]}
-    write_directory(path, CONFIG | named | olmo, tensors)
+    write_folder(path, CONFIG | named | olmo, tensors)
     with pytest.raises(ValueError, match=r"layer_types=.* is not supported"):
         act()
     window = {"sliding_window": 4, "use_sliding_window": True, "max_window_layers": 0}

@@ -2,7 +2,6 @@
 
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -11,40 +10,18 @@ from specjax.checkpoints import open_target
 from specjax.checkpoints.draft import MtpCheckpoint, open_mtp
 from specjax.models.eagle import MtpHead
 from specjax.models.flat import FlatModel
+from specjax.testing.files import write_folder
 
 from ..support.checkpoint_files import (
     CONFIG,
-    HIDDEN,
-    Tensors,
+    MIMO,
     add_biases,
+    module_tensors,
     target_tensors,
-    write_directory,
+    write_mimo,
 )
 
-MIMO = {"model_type": "mimo", "architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 2}
 QKV = ("q_proj", "k_proj", "v_proj")
-
-
-def module_tensors(count: int = 2) -> Tensors:
-    """Random modules: layers like the target's after two norms and a projection."""
-    rng = np.random.default_rng(5)
-    layers = target_tensors(seed=7)
-    tensors: Tensors = {}
-    for i in range(count):
-        prefix = f"model.mtp_layers.{i}."
-        for name, value in layers.items():
-            if name.startswith(f"model.layers.{i}."):
-                tensors[name.replace(f"model.layers.{i}.", prefix)] = value
-        shapes = {"input_proj": (HIDDEN, 2 * HIDDEN)}
-        shapes |= {f"{name}_layernorm": (HIDDEN,) for name in ("token", "hidden", "final")}
-        for name, shape in shapes.items():
-            tensors[f"{prefix}{name}.weight"] = rng.normal(size=shape).astype(np.float32)
-    return tensors
-
-
-def write_mimo(path: Path, count: int = 2, **changes: Any) -> Path:
-    tensors = add_biases(target_tensors() | module_tensors(count), QKV)
-    return write_directory(path, CONFIG | MIMO | changes, tensors)
 
 
 def opened(path: Path, num_modules: int = 2, draft: Path | None = None) -> MtpCheckpoint:
@@ -80,7 +57,7 @@ def test_modules_of_another_checkpoint(tmp_path: Path) -> None:
     """Modules ignore copies of the target's tensors and the modules of the target's checkpoint."""
     target = write_mimo(tmp_path / "mimo")
     tensors = add_biases(module_tensors(), QKV)
-    other = write_directory(tmp_path / "other", CONFIG | MIMO, tensors)
+    other = write_folder(tmp_path / "other", CONFIG | MIMO, tensors)
     modules = opened(target, draft=other)
     modules.check_weights()
     assert modules.path == other
@@ -93,7 +70,7 @@ def test_refusals(tmp_path: Path) -> None:
     path = write_mimo(tmp_path / "mimo")
     with pytest.raises(ValueError, match=r"speculative_num_steps=3 needs 3 modules, but .* has 2"):
         opened(path, 3)
-    plain = write_directory(tmp_path / "plain", CONFIG, target_tensors())
+    plain = write_folder(tmp_path / "plain", CONFIG, target_tensors())
     with pytest.raises(ValueError, match=r"of 0 multi-token .* pass draft=DIRECTORY"):
         opened(plain, 1)
     few = write_mimo(tmp_path / "few", count=1)
@@ -103,12 +80,12 @@ def test_refusals(tmp_path: Path) -> None:
         opened(path, 1, write_mimo(tmp_path / "small", vocab_size=50))
     experts = target_tensors() | module_tensors()
     experts["model.mtp_layers.0.mlp.experts.0.up_proj.weight"] = np.zeros((2, 2), np.float32)
-    mixed = write_directory(tmp_path / "experts", CONFIG | MIMO, experts)
+    mixed = write_folder(tmp_path / "experts", CONFIG | MIMO, experts)
     with pytest.raises(ValueError, match="mixture of experts is not supported"):
         opened(path, 1, mixed)
     extra = {"model.mtp_layers.0.extra.weight": np.zeros(3, np.float32)}
     tensors = add_biases(target_tensors() | module_tensors(), QKV) | extra
-    more = write_directory(tmp_path / "more", CONFIG | MIMO, tensors)
+    more = write_folder(tmp_path / "more", CONFIG | MIMO, tensors)
     with pytest.raises(ValueError, match="has 1 tensors that the model does not use"):
         opened(more).check_weights()
     (tmp_path / "empty").mkdir()

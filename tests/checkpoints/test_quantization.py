@@ -1,20 +1,17 @@
 """Checkpoints whose matrices are quantised, in the formats of published files."""
 
-import json
 import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 
 from specjax import SamplingParams
 from specjax.checkpoints import export_fp8, open_target
@@ -24,160 +21,17 @@ from specjax.config import ModelConfig, Quantization
 from specjax.engine.args import EngineArgs
 from specjax.engine.plan import plan_engine
 from specjax.engine.weights import weights_from_tensors
-from specjax.models.decoder import CausalLM
-from specjax.models.flat import FlatModel
 from specjax.testing import Files
-from specjax.testing.dense import dense_logits
 
-E4M3 = ml_dtypes.float8_e4m3fn
-DTYPES = {
-    "float32": "F32",
-    "int8": "I8",
-    "int32": "I32",
-    "int64": "I64",
-    "float8_e4m3fn": "F8_E4M3",
-}
-GROUP = 24  # neither 32 nor 48 inputs are whole groups
-TOKENS = [3, 1, 4, 15, 9, 26, 5, 35]
-Stored = tuple[
-    dict[str, np.ndarray], np.ndarray
-]  # tensors by suffix, and the values they stand for
-
-
-def write(path: Path, tensors: dict[str, np.ndarray]) -> None:
-    """Write safetensors; the library does not write 8-bit floats from numpy."""
-    header, data = {}, b""
-    for name, x in tensors.items():
-        span = [len(data), len(data) + x.nbytes]
-        header[name] = {"dtype": DTYPES[x.dtype.name], "shape": x.shape, "data_offsets": span}
-        data += np.ascontiguousarray(x).tobytes()
-    text = json.dumps(header).encode()
-    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
-
-
-def pack(values: np.ndarray, bits: int) -> np.ndarray:
-    """Signed integers along the last axis, as words of 32 bits."""
-    rows, columns = values.shape
-    words = np.zeros((rows, -(-columns * bits // 32)), np.int64)
-    for i in range(columns):
-        place = i % (32 // bits)
-        words[:, i * bits // 32] |= (
-            values[:, i].astype(np.int64) + 2 ** (bits - 1)
-        ) << place * bits
-    return words.astype(np.uint32).view(np.int32)
-
-
-def channel(kind: str, matrix: np.ndarray) -> Stored:
-    if kind == "fp8":
-        scale = np.abs(matrix).max(axis=1, keepdims=True) / 448
-        values = (matrix / scale).astype(E4M3)
-    else:
-        scale = np.abs(matrix).max(axis=1, keepdims=True) / 127
-        values = np.rint(matrix / scale).astype(np.int8)
-    return {"": values, "_scale": scale}, np.float32(values) * scale
-
-
-def tensor_scale(matrix: np.ndarray) -> Stored:
-    scale = np.float32(np.abs(matrix).max() / 448)
-    values = (matrix / scale).astype(E4M3)
-    return {"": values, "_scale": scale.reshape(1)}, np.float32(values) * scale
-
-
-def blocks(matrix: np.ndarray) -> Stored:
-    """Blocks of 24 x 24, also partial ones."""
-    rows, columns = (-(-size // GROUP) for size in matrix.shape)
-    values, scales = np.zeros(matrix.shape, E4M3), np.zeros((rows, columns), np.float32)
-    whole = np.zeros_like(matrix)
-    for i in range(rows):
-        for j in range(columns):
-            at = slice(i * GROUP, (i + 1) * GROUP), slice(j * GROUP, (j + 1) * GROUP)
-            scales[i, j] = np.abs(matrix[at]).max() / 448
-            values[at] = (matrix[at] / scales[i, j]).astype(E4M3)
-            whole[at] = np.float32(values[at]) * scales[i, j]
-    return {"": values, "_scale_inv": scales}, whole
-
-
-def packed(bits: int, has_zeros: bool, group: int | None, matrix: np.ndarray) -> Stored:
-    rows, columns = matrix.shape
-    size = group or columns
-    count, most = -(-columns // size), 2 ** (bits - 1) - 1
-    values, scales = np.zeros(matrix.shape, np.int8), np.zeros((rows, count), np.float32)
-    zeros, whole = np.zeros((rows, count), np.int8), np.zeros_like(matrix)
-    for j in range(count):
-        at = slice(j * size, (j + 1) * size)
-        part = matrix[:, at]
-        low, high = part.min(axis=1), part.max(axis=1)
-        scales[:, j] = (high - low) / (2 * most) if has_zeros else np.abs(part).max(axis=1) / most
-        if has_zeros:
-            zeros[:, j] = np.clip(np.rint(-most - low / scales[:, j]), -most - 1, most)
-        rounded = np.rint(part / scales[:, j : j + 1]) + zeros[:, j : j + 1]
-        values[:, at] = np.clip(rounded, -most - 1, most)
-        whole[:, at] = (np.float32(values[:, at]) - zeros[:, j : j + 1]) * scales[:, j : j + 1]
-    stored = {"_packed": pack(values, bits), "_scale": scales}
-    stored["_shape"] = np.array(matrix.shape, np.int64)
-    if has_zeros:
-        stored["_zero_point"] = pack(np.ascontiguousarray(zeros.T), bits).T
-    return stored, whole
-
-
-def compressed(bits: int, type: str, strategy: str, **weights: Any) -> dict[str, Any]:
-    scheme = {"num_bits": bits, "type": type, "strategy": strategy, "symmetric": True} | weights
-    group = {"weights": scheme, "targets": ["Linear"], "input_activations": None}
-    return {
-        "quant_method": "compressed-tensors",
-        "config_groups": {"group_0": group},
-        "ignore": ["lm_head"],
-        "kv_cache_scheme": None,
-    }
-
-
-BLOCKS = {
-    "quant_method": "fp8",
-    "weight_block_size": [GROUP, GROUP],
-    "activation_scheme": "dynamic",
-}
-INT4 = {"bits": 4, "type": "int", "strategy": "group", "group_size": GROUP}
-FORMATS: dict[str, tuple[dict[str, Any], Callable[[np.ndarray], Stored]]] = {
-    "fp8-channel": (compressed(8, "float", "channel"), lambda x: channel("fp8", x)),
-    "fp8-tensor": (compressed(8, "float", "tensor"), tensor_scale),
-    "fp8-blocks": (BLOCKS, blocks),
-    "int8-channel": (compressed(8, "int", "channel"), lambda x: channel("int8", x)),
-    "int8-packed": (compressed(8, "int", "channel"), lambda x: packed(8, False, None, x)),
-    "int4": (compressed(**INT4), lambda x: packed(4, False, GROUP, x)),
-    "int4-zeros": (compressed(**INT4, symmetric=False), lambda x: packed(4, True, GROUP, x)),
-}
-
-
-def make(files: Files, folder: Path, name: str, plain: str = "lm_head") -> tuple[Path, Path]:
-    """The tiny target in a format, and whole with the same values; ``plain`` matrices are whole."""
-    config, quantise = FORMATS[name]
-    stored, whole = {}, {}
-    for key, x in load_file(files.target / "model.safetensors").items():
-        is_plain = any(part in key for part in plain.split())
-        if x.ndim == 2 and "embed_tokens" not in key and not is_plain:
-            found, whole[key] = quantise(np.float32(x))
-            stored |= {key + suffix: value for suffix, value in found.items()}
-        else:
-            stored[key] = whole[key] = x
-    paths = folder / "stored", folder / "whole"
-    for path in paths:
-        shutil.copytree(files.target, path)
-    write(paths[0] / "model.safetensors", stored)
-    save_file(whole, paths[1] / "model.safetensors")
-    edit(paths[0], lambda fields: fields.update(quantization_config=config))
-    return paths
-
-
-def edit(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
-    fields = json.loads((path / "config.json").read_text())
-    change(fields)
-    (path / "config.json").write_text(json.dumps(fields))
-
-
-def logits_of(path: Path) -> np.ndarray:
-    target = open_target(path, dtype="float32")
-    flat = FlatModel.of(partial(CausalLM, target.config))
-    return dense_logits(flat.order(target.load_weights()), TOKENS, target.config)
+from ..support.quantized_files import (
+    FORMATS,
+    GROUP,
+    edit,
+    logits_of,
+    make,
+    pack,
+    write_tensors,
+)
 
 
 @pytest.mark.slow
@@ -241,7 +95,7 @@ def test_scales_of_keys_and_values(files: Files, tmp_path: Path, name: str) -> N
         "layers.1.self_attn.v_proj.output_scale": np.float32([1.0]),
     }
     tensors |= {f"model.{key}": x for key, x in scales.items()}
-    write(stored / "model.safetensors", tensors)
+    write_tensors(stored / "model.safetensors", tensors)
     target = open_target(stored, dtype="float32")
     assert target.config.kv_exponents == ((-1, 3), (-3, 0))
     np.testing.assert_allclose(logits_of(stored), before, rtol=1e-6, atol=1e-6)
@@ -264,13 +118,13 @@ def test_scales_of_keys_and_values(files: Files, tmp_path: Path, name: str) -> N
     # compiled functions do not depend on them
     assert plan.networks.target_config.kv_exponents == ()
     both = {"model.layers.0.self_attn.kv_scale": np.float32(0.5)}  # the largest counts
-    write(stored / "model.safetensors", tensors | both)
+    write_tensors(stored / "model.safetensors", tensors | both)
     assert open_target(stored, dtype="float32").config.kv_exponents == ((-1, 3), (-3, 0))
     assert target.has_weights_of(target)
     assert not target.has_weights_of(replace(target, config=plain.config))
     for wrong in (np.nan, 0.0, -1.0, 1e30):
         tensors["model.layers.0.self_attn.k_scale"] = np.float32([1.0, wrong])
-        write(stored / "model.safetensors", tensors)
+        write_tensors(stored / "model.safetensors", tensors)
         message = (
             rf"layers.0.self_attn.k_scale.*model.safetensors.* with {re.escape(f'{wrong:g}')};"
         )
@@ -306,7 +160,7 @@ def test_exported_weights_are_those_of_an_engine(files: Files, tmp_path: Path) -
     shutil.copytree(files.target, damaged)
     tensors = load_file(damaged / "model.safetensors")
     del tensors["model.layers.1.mlp.down_proj.weight"]
-    write(damaged / "model.safetensors", tensors)
+    write_tensors(damaged / "model.safetensors", tensors)
     with pytest.raises(ValueError, match=r"lacks 1 tensor.*down_proj"):
         export_fp8(tmp_path / "other", damaged)
 
@@ -448,7 +302,7 @@ def test_damaged_files(
     changed = replace(tensors.pop(Q + suffix, None))
     if changed is not None:
         tensors[Q + suffix] = changed
-    write(stored / "model.safetensors", tensors)
+    write_tensors(stored / "model.safetensors", tensors)
     target = open_target(stored, dtype="float32")
     with pytest.raises(ValueError, match=message.replace("{}", Q)) as found:
         target.load_weights()
@@ -463,21 +317,21 @@ def test_scales_are_positive_floats(files: Files, tmp_path: Path, name: str) -> 
     right = tensors[key]
     wrong = [np.full_like(right, x) for x in (np.nan, np.inf, 0.0, -1.0, 1e38, 2.0**16 + 1)]
     for values in (*wrong, np.ones(right.shape, np.int32), np.ones(right.shape, np.int8)):
-        write(stored / "model.safetensors", tensors | {key: values})
+        write_tensors(stored / "model.safetensors", tensors | {key: values})
         with pytest.raises(ValueError, match=f"tensor '{key}' in {stored}.* {values.dtype}"):
             open_target(stored, dtype="float32").source().read(f"{Q}_scale")
-    write(stored / "model.safetensors", tensors | {key: np.full_like(right, 2.0**16)})
+    write_tensors(stored / "model.safetensors", tensors | {key: np.full_like(right, 2.0**16)})
     open_target(stored, dtype="float32").source().read(f"{Q}_scale")
 
 
 def test_scales_of_attention_belong_to_a_layer(files: Files, tmp_path: Path) -> None:
     stored, _ = make(files, tmp_path, "fp8-channel")
     name, tensors = "model.layers.9.self_attn.k_scale", read_back(stored)
-    write(stored / "model.safetensors", tensors | {name: np.ones(1, np.float32)})
+    write_tensors(stored / "model.safetensors", tensors | {name: np.ones(1, np.float32)})
     with pytest.raises(ValueError, match=f"does not use: '{name}'"):
         open_target(stored, dtype="float32").check_weights()
     name = "model.layers.0.self_attn.k_scale"
-    write(stored / "model.safetensors", tensors | {name: np.ones(1, np.int32)})
+    write_tensors(stored / "model.safetensors", tensors | {name: np.ones(1, np.int32)})
     with pytest.raises(ValueError, match=f"'{name}' in {stored}.* is int32"):
         open_target(stored, dtype="float32")
 

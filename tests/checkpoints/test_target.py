@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,66 +14,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
-from specjax.checkpoints import TargetCheckpoint, open_target
+from specjax.checkpoints import open_target
 from specjax.checkpoints.tensors import TensorSource, make_weight
 from specjax.models import registry
 from specjax.models.declare import Part, Recipe
-from specjax.models.decoder import CausalLM
-from specjax.models.flat import FlatModel
 from specjax.models.placement import Placement
 from specjax.models.registry import FAMILIES
+from specjax.testing.files import write_folder
 from specjax.testing.files import write_target as tiny_target
 
 from ..support.checkpoint_files import (
     CONFIG,
-    INNER,
+    QKV,
     add_biases,
     target_tensors,
-    write_directory,
     write_sharded,
 )
-
-QKV = ("q_proj", "k_proj", "v_proj")
-
-
-def check_layout(checkpoint: TargetCheckpoint, tensors: dict[str, np.ndarray]) -> None:
-    """Check the position of every weight by the definition of its projection."""
-    weights = checkpoint.load_weights()
-    flat = FlatModel.of(partial(CausalLM, checkpoint.config))
-    assert set(weights) == set(flat.names)
-    dtype = checkpoint.config.dtypes.activations
-    for name, like in zip(flat.names, flat.abstract, strict=True):
-        assert weights[name].shape == like.shape, name
-        assert weights[name].dtype == like.dtype == dtype, name
-
-    def equal(found: np.ndarray, name: str) -> None:
-        np.testing.assert_array_equal(found, tensors[name].astype(dtype), err_msg=name)
-
-    equal(weights["embedding.table"], "model.embed_tokens.weight")
-    equal(weights["norm.scale"], "model.norm.weight")
-    config = checkpoint.config
-    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    stripes = {"q": slice(0, q), "k": slice(q, q + kv), "v": slice(q + kv, q + 2 * kv)}
-    for i in range(config.num_layers):
-        ours, theirs = f"layers.{i}", f"model.layers.{i}"
-        qkv, gate_up = (
-            weights[f"{ours}.attention.qkv.kernel"],
-            weights[f"{ours}.mlp.gate_up.kernel"],
-        )
-        for letter, stripe in stripes.items():
-            equal(qkv[:, stripe].T, f"{theirs}.self_attn.{letter}_proj.weight")
-            if config.qkv_bias:
-                bias = weights[f"{ours}.attention.qkv.bias"][stripe]
-                equal(bias, f"{theirs}.self_attn.{letter}_proj.bias")
-        equal(gate_up[:, :INNER].T, f"{theirs}.mlp.gate_proj.weight")
-        equal(gate_up[:, INNER:].T, f"{theirs}.mlp.up_proj.weight")
-        equal(weights[f"{ours}.mlp.down.kernel"].T, f"{theirs}.mlp.down_proj.weight")
-        equal(weights[f"{ours}.attention.output.kernel"].T, f"{theirs}.self_attn.o_proj.weight")
-        equal(weights[f"{ours}.input_norm.scale"], f"{theirs}.input_layernorm.weight")
-        name = "post_attention_layernorm.weight"
-        equal(weights[f"{ours}.post_attention_norm.scale"], f"{theirs}.{name}")
-    if not config.tie_word_embeddings:
-        equal(weights["lm_head.kernel"].T, "lm_head.weight")
+from .layout import check_layout
 
 
 class Point:
@@ -91,7 +47,7 @@ def test_a_family_of_another_package(tmp_path: Path, monkeypatch: pytest.MonkeyP
     named = {("specjax.families", "post"): points}
     monkeypatch.setattr(registry, "entry_points", lambda group, name: named[group, name])
     changes = {"model_type": "post"}
-    directory = write_directory(tmp_path / "hf", CONFIG | changes, target_tensors())
+    directory = write_folder(tmp_path / "hf", CONFIG | changes, target_tensors())
     with pytest.raises(ValueError, match=r"model_type='post' must be one of \['gemma'"):
         open_target(directory)
     points.append(Point(lambda: 1 / 0))
@@ -109,7 +65,7 @@ def test_a_family_of_another_package(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_layout(tmp_path: Path) -> None:
     tensors = target_tensors()
-    check_layout(open_target(write_directory(tmp_path, CONFIG, tensors)), tensors)
+    check_layout(open_target(write_folder(tmp_path, CONFIG, tensors)), tensors)
 
 
 def test_layout_of_shards_biases_and_wide_heads(tmp_path: Path) -> None:
@@ -122,7 +78,7 @@ def test_tied_head_is_not_read(tmp_path: Path) -> None:
     tensors = target_tensors()
     config = CONFIG | {"tie_word_embeddings": True}
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(4, np.float32)
-    checkpoint = open_target(write_directory(tmp_path, config, tensors))
+    checkpoint = open_target(write_folder(tmp_path, config, tensors))
     check_layout(checkpoint, tensors)
     assert "lm_head.kernel" not in checkpoint.load_weights()
 
@@ -132,7 +88,7 @@ def test_tied_head_is_not_read(tmp_path: Path) -> None:
 def test_casts(tmp_path: Path, stored: str, dtype: str) -> None:
     kind = np.dtype(getattr(ml_dtypes, stored, None) or stored)
     tensors = {name: value.astype(kind) for name, value in target_tensors().items()}
-    path = write_directory(tmp_path, CONFIG, tensors)
+    path = write_folder(tmp_path, CONFIG, tensors)
     check_layout(open_target(path, dtype=dtype), tensors)
 
 
@@ -161,7 +117,7 @@ def test_wrong_tensors(tmp_path: Path, damage: Any, message: str) -> None:
     tensors = target_tensors()
     damage(tensors)
     with pytest.raises(ValueError, match=message):
-        open_target(write_directory(tmp_path, CONFIG, tensors)).load_weights()
+        open_target(write_folder(tmp_path, CONFIG, tensors)).load_weights()
 
 
 def test_missing_shard_is_named(tmp_path: Path) -> None:
@@ -182,14 +138,14 @@ def test_tensor_in_two_shards_is_refused(tmp_path: Path) -> None:
 
 
 def test_no_weights(tmp_path: Path) -> None:
-    write_directory(tmp_path, CONFIG, target_tensors())
+    write_folder(tmp_path, CONFIG, target_tensors())
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(ValueError, match="contains no weights"):
         open_target(tmp_path).load_weights()
 
 
 def test_pytorch_file_without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_directory(tmp_path, CONFIG, target_tensors())
+    write_folder(tmp_path, CONFIG, target_tensors())
     (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(ValueError, match=r"torch is not installed.*safetensors\.torch\.save_file"):
@@ -207,7 +163,7 @@ def test_unknown_model(tmp_path: Path) -> None:
 
 
 def test_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_directory(tmp_path, CONFIG, target_tensors())
+    write_folder(tmp_path, CONFIG, target_tensors())
     calls = []
 
     def snapshot(repo_id: str, **options: list[str]) -> str:

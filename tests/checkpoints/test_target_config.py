@@ -8,8 +8,9 @@ import pytest
 
 from specjax.checkpoints import open_target
 from specjax.config import ModelConfig, RopeScaling
+from specjax.testing.files import write_folder
 
-from ..support.checkpoint_files import CONFIG, LAYERS, target_tensors, write_directory
+from ..support.checkpoint_files import CONFIG, LAYERS, target_tensors
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -72,7 +73,7 @@ def test_rope_formats(
     ],
 )
 def test_dtype(tmp_path: Path, changes: dict[str, Any], dtype: str, expected: str) -> None:
-    write_directory(tmp_path, CONFIG, target_tensors())
+    write_folder(tmp_path, CONFIG, target_tensors())
     assert read(tmp_path, changes, dtype).dtype == expected
     with pytest.raises(ValueError, match=r"dtype='float16'.*'bfloat16', 'float32'"):
         read(tmp_path, changes, "float16")

@@ -24,7 +24,7 @@ from specjax.sampling.accept_draws import COUPLED, Acceptance
 from specjax.testing import Files
 from specjax.text.tokenizer import IncrementalDecoder
 
-from ..text.test_token_texts import byte_tokenizer
+from ..support.tokenizers import byte_tokenizer
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
 

@@ -37,6 +37,7 @@ OFFLINE = {
 MODEL = "smollm2"
 MESSAGES = [{"role": "user", "content": "Name three colours."}]
 PROMPT = "The capital of France is"
+SAMPLING = {"max_new_tokens": 8, "temperature": 0.8, "sampling_seed": 7}
 Run = Callable[..., Any]
 
 

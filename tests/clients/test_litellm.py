@@ -4,8 +4,7 @@ from typing import Any
 
 import pytest
 
-from .conftest import MESSAGES, PROMPT
-from .test_openai import SAMPLING
+from .conftest import MESSAGES, PROMPT, SAMPLING
 
 
 @pytest.fixture(scope="module")

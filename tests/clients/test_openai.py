@@ -10,9 +10,7 @@ import pytest
 
 from specjax.testing import Client
 
-from .conftest import KEY, MESSAGES, MODEL, PROMPT
-
-SAMPLING = {"max_new_tokens": 8, "temperature": 0.8, "sampling_seed": 7}
+from .conftest import KEY, MESSAGES, MODEL, PROMPT, SAMPLING
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from specjax.kv import window_pages
 from specjax.testing import Files, check_tokens
 from specjax.testing.files import CONFIG
 
-from .test_pairs import BATCHES, SEEN, Row, drafting, serving
+from .rows import BATCHES, SEEN, Row, drafting, serving
 from .trial import Reference, Trial
 
 WINDOW = 9  # less than the rows of a large tree, and much less than the context

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from .draws import ALGORITHMS, Options
-from .test_pairs import SEEN, Row, drafting, serving
+from .rows import SEEN, Row, drafting, serving
 from .trial import Reference, Trial
 
 FORMATS: dict[str, Options] = {

@@ -13,10 +13,8 @@ from specjax.kernels.paged import PagedInputs
 from specjax.kernels.prefill_attention import prefill_attention
 from specjax.kernels.tree_attention import tree_attention
 
-from tests.kernels import test_prefill_attention as prefill_cases
-from tests.kernels.test_tree_attention import brute_force, make_case, relative_error
-
 from ..support.lowering import lower_for_cuda
+from .attention import BOUNDS, brute_force, make_case, relative_error
 
 # batch, tokens, query heads, KV heads, head dim, page size, pages per request
 CASES = [
@@ -25,7 +23,6 @@ CASES = [
     (2, 8, 9, 3, 64, 16, 20),
     (33, 2, 8, 4, 16, 16, 10),
 ]
-BOUNDS = {"float32": 1e-5, "bfloat16": 2e-2}
 RUNS = ["invariant-interpret", pytest.param("invariant", marks=pytest.mark.gpu)]
 
 
@@ -62,14 +59,6 @@ def test_pools_of_8_bit_floats(implementation):
     out = call(q, PagedInputs(stored, 1, table, page_size), lens, mask)
     expected = brute_force(q, from_pool(stored, jnp.float32), table, lens, mask, page_size)
     assert relative_error(out, expected) < BOUNDS["bfloat16"]
-
-
-@pytest.mark.parametrize("implementation", RUNS)
-# the last case has a head dim that these kernels do not take
-@pytest.mark.parametrize("case", prefill_cases.CASES[:-1], ids=str)
-def test_prefill_attention_equals_the_reference(implementation, case):
-    function = partial(prefill_attention, implementation=implementation)
-    prefill_cases.check_no_slot_after_the_end(function, case)
 
 
 HEADS = [(32, 8, 128), (9, 3, 64)]

@@ -13,6 +13,8 @@ from specjax.kernels.kv_format import from_pool, to_pool
 from specjax.kernels.paged import PagedInputs
 from specjax.kernels.prefill_attention import PrefillTiles, prefill_attention
 
+from .attention import BOUNDS
+
 
 class Case(NamedTuple):
     tokens: int
@@ -59,7 +61,6 @@ FORMS_AND_GPU = pytest.mark.parametrize(
     [REFERENCE, CHUNKED, INTERPRET, pytest.param(PALLAS, marks=pytest.mark.gpu)],
     ids=["reference", "chunked", "interpret", "gpu"],
 )
-BOUNDS = {"float32": 1e-5, "bfloat16": 2e-2}
 
 
 def make_case(case, dtype, seed=0, pages=None):
@@ -253,6 +254,16 @@ def check_no_slot_after_the_end(function, case):
 
 def test_kernel_reads_no_slot_after_the_end():
     check_no_slot_after_the_end(INTERPRET, CASES[0])
+
+
+@pytest.mark.parametrize(
+    "implementation", ["invariant-interpret", pytest.param("invariant", marks=pytest.mark.gpu)]
+)
+# the last case has a head dim that these kernels do not take
+@pytest.mark.parametrize("case", CASES[:-1], ids=str)
+def test_deterministic_kernels_equal_brute_force(implementation, case):
+    function = partial(prefill_attention, implementation=implementation)
+    check_no_slot_after_the_end(function, case)
 
 
 def test_unsupported_inputs_are_refused():

@@ -32,16 +32,7 @@ from specjax.testing import STEPS
 from specjax.types import DraftShape
 
 from ..support.runners import make_request
-
-
-class Clock:
-    """A clock that a test advances."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
+from ..support.schedulers import Clock
 
 
 def exposed(registry: Any) -> dict[str, float]:

@@ -21,6 +21,7 @@ from specjax.models.registry import layer_kinds
 from specjax.models.weights import QuantArray, dot, take_outputs
 from specjax.testing import TARGET
 from specjax.testing.dense import dense_attend
+from specjax.testing.files import write_folder
 
 from ..support.checkpoint_files import (
     CONFIG,
@@ -32,7 +33,6 @@ from ..support.checkpoint_files import (
     VOCAB,
     Tensors,
     target_tensors,
-    write_directory,
 )
 
 # the family
@@ -166,7 +166,7 @@ def check_close(ours: np.ndarray, theirs: np.ndarray) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("implementation", ["xla", "interpret"])
 def test_norm_order_and_activation(tmp_path: Path, implementation: str) -> None:
-    path = write_directory(tmp_path, SETTINGS, TENSORS)
+    path = write_folder(tmp_path, SETTINGS, TENSORS)
     check_close(logits_of(path, implementation=implementation), reference(TENSORS, TOKENS))
 
 
@@ -179,7 +179,7 @@ def test_norm_order_and_activation(tmp_path: Path, implementation: str) -> None:
 )
 def test_the_family_reads_its_configuration(tmp_path: Path, changes: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        open_target(write_directory(tmp_path, SETTINGS | changes, {}))
+        open_target(write_folder(tmp_path, SETTINGS | changes, {}))
 
 
 def quantised(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -196,7 +196,7 @@ def test_an_engine_serves_int8_weights_of_any_family(files: Any, tmp_path: Path)
         stored |= {name: values, f"{name}_scale": scale}
         restored[name] = values * scale
     settings = SETTINGS | {"quantization_config": INT8}
-    path = write_directory(tmp_path / "post8", settings, stored)
+    path = write_folder(tmp_path / "post8", settings, stored)
     check_close(logits_of(path), reference(restored, TOKENS))
     weights = open_target(path).load_weights()
     assert weights["layers.1.mlp.down.kernel.values"].shape == (1, HIDDEN, INNER)
@@ -267,7 +267,7 @@ def test_layers_of_two_kinds_with_options_of_attention(
     rng = np.random.default_rng(3)
     sinks = {f"model.layers.{i}.self_attn.sinks": rng.normal(size=HEADS) for i in range(LAYERS)}
     tensors = random_tensors(NORMS) | {name: np.float32(x) for name, x in sinks.items()}
-    path = write_directory(tmp_path / "post", SETTINGS, tensors)
+    path = write_folder(tmp_path / "post", SETTINGS, tensors)
     expected = reference(
         tensors,
         TOKENS,

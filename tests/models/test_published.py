@@ -14,8 +14,9 @@ from specjax.config import ModelConfig, Rope
 from specjax.models.decoder import CausalLM
 from specjax.models.flat import FlatModel
 from specjax.models.registry import layer_kinds
+from specjax.testing.files import write_folder
 
-from ..support.checkpoint_files import CONFIG, target_tensors, write_directory
+from ..support.checkpoint_files import CONFIG, target_tensors
 
 Json = dict[str, Any]
 
@@ -241,7 +242,7 @@ def read(folder: Path, config: Json, generation: Json) -> ModelConfig:
     (folder / "generation_config.json").write_text(json.dumps(generation))
     # only an output head that is stored is not tied, in models that also read images
     tensors = {} if config["model_type"] == "gemma3" else {"language_model.lm_head.weight": 0}
-    write_directory(folder, config, {name: np.float32([x]) for name, x in tensors.items()})
+    write_folder(folder, config, {name: np.float32([x]) for name, x in tensors.items()})
     return huggingface_config(folder, "bfloat16")
 
 
@@ -313,12 +314,12 @@ def test_the_text_model_of_one_that_reads_images(prefix: str, tmp_path: Path) ->
     renamed |= {"model.multi_modal_projector.linear.weight": np.zeros(3, np.float32)}
     text = {key: value for key, value in CONFIG.items() if key != "architectures"}
     config = {"model_type": "mistral3", "text_config": text | {"model_type": "mistral"}}
-    path = write_directory(tmp_path / "images", config, renamed)
-    plain = write_directory(tmp_path / "text", CONFIG, tensors)
+    path = write_folder(tmp_path / "images", config, renamed)
+    plain = write_folder(tmp_path / "text", CONFIG, tensors)
     ours, theirs = open_target(path).load_weights(), open_target(plain).load_weights()
     assert ours.keys() == theirs.keys()
     for name, weight in ours.items():
         np.testing.assert_array_equal(weight, theirs[name])
     packed = {"lm_head.weight_packed": renamed.pop("lm_head.weight"), **renamed}
-    write_directory(tmp_path / "packed", config, packed)
+    write_folder(tmp_path / "packed", config, packed)
     assert not huggingface_config(tmp_path / "packed", "float32").tie_word_embeddings

@@ -24,7 +24,7 @@ from safetensors.torch import load_file as load_tensors  # noqa: E402
 from specjax.checkpoints import export_fp8  # noqa: E402
 from specjax.testing import Files  # noqa: E402
 
-from ..checkpoints.test_quantization import compressed, edit, logits_of, write  # noqa: E402
+from ..support.quantized_files import compressed, edit, logits_of, write_tensors  # noqa: E402
 
 pytestmark = pytest.mark.parity
 GROUP = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 16}
@@ -71,7 +71,7 @@ def test_values_are_those_of_compressed_tensors(files: Files, tmp_path: Path, na
     paths = tmp_path / "stored", tmp_path / "whole"
     for path in paths:
         shutil.copytree(files.target, path)
-    write(paths[0] / "model.safetensors", stored)
+    write_tensors(paths[0] / "model.safetensors", stored)
     save_file(whole, paths[1] / "model.safetensors")
     config = compressed(options["num_bits"], options["type"], options["strategy"])
     config["config_groups"]["group_0"]["weights"] |= options

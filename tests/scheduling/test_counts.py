@@ -11,6 +11,7 @@ from specjax.scheduling.request import Request
 from specjax.types import DraftShape
 
 from ..support.runners import make_request
+from ..support.schedulers import check_identities
 
 END = 5  # of `make_request`
 
@@ -79,20 +80,6 @@ def test_metrics_follow_from_the_kept_positions(history) -> None:
     assert meta["spec_num_correct_drafts"] == sum(correct) == sum(request.output_is_draft)
     assert meta["spec_num_proposed_drafts"] == sum(proposed)
     check_identities(request)
-
-
-def check_identities(request: Request) -> None:
-    """Check identities that hold for the metrics of any request."""
-    meta = request.result()["meta_info"]
-    histogram, verifies = meta["spec_correct_drafts_histogram"], meta["spec_verify_ct"]
-    correct, proposed = meta["spec_num_correct_drafts"], meta["spec_num_proposed_drafts"]
-    assert sum(histogram) == verifies
-    assert sum(i * count for i, count in enumerate(histogram)) == correct
-    assert 0 <= correct <= proposed <= verifies * (len(histogram) - 1)
-    assert meta["spec_accept_rate"] == (correct / proposed if proposed else 0.0)
-    assert meta["completion_tokens"] == len(request.output_ids)
-    expected = len(request.output_ids) / verifies if verifies else 0.0
-    assert meta["spec_accept_length"] == expected
 
 
 def test_plain_requests_have_no_speculative_metrics() -> None:

@@ -8,7 +8,7 @@ from specjax.scheduling import scheduler as module
 from specjax.scheduling.request import Request
 from specjax.scheduling.scheduler import Scheduler
 
-from .test_prefill_stall import Device, finish, requests_of, serve
+from .devices import Device, finish, requests_of, serve
 
 
 class Grammar:

@@ -13,21 +13,11 @@ from specjax.scheduling.request import Deadlines
 from specjax.scheduling.scheduler import QueueFullError
 
 from ..support.runners import make_request, plain_output
-from ..support.schedulers import STEPS, Serving
+from ..support.schedulers import STEPS, Clock, Serving
 
 RNG = np.random.default_rng(12)
 PROMPTS = [RNG.integers(6, 61, size=n).tolist() for n in (9, 5, 20, 3, 7, 8)]
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=40, ignore_eos=True)
-
-
-class Clock:
-    """A clock that a test advances."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.mark.slow

@@ -8,8 +8,7 @@ from specjax.sampling.params import SamplingParams
 from specjax.scheduling.prompt_source import PromptSource
 
 from ..support.runners import make_request, plain_outputs
-from ..support.schedulers import STEPS, Serving
-from .test_limits import Clock
+from ..support.schedulers import STEPS, Clock, Serving
 
 RNG = np.random.default_rng(14)
 PROMPTS = [RNG.integers(6, 61, size=n).tolist() for n in (9, 20, 3, 7, 8, 5)]

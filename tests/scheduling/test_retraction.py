@@ -8,8 +8,7 @@ import pytest
 from specjax.sampling.params import SamplingParams
 
 from ..support.runners import make_request, plain_outputs
-from ..support.schedulers import STEPS, Letters, Serving
-from .test_counts import check_identities
+from ..support.schedulers import STEPS, Letters, Serving, check_identities
 
 RNG = np.random.default_rng(4)
 PROMPTS = [RNG.integers(6, 61, size=n).tolist() for n in (9, 17, 5, 40, 1, 16, 33, 9, 3, 20)]

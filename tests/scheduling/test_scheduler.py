@@ -21,8 +21,7 @@ from ..support.runners import (
     plain_outputs,
     run_requests,
 )
-from ..support.schedulers import STEPS, Serving, forced
-from .test_counts import check_identities
+from ..support.schedulers import STEPS, Serving, check_identities, forced
 
 RNG = np.random.default_rng(4)
 PROMPTS = [RNG.integers(6, 61, size=n).tolist() for n in (2, 17, 5, 40, 1, 16, 33, 9, 3, 64)]

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from .test_completions import ENGINE_GREEDY, GREEDY, choices_of
+from .bodies import ENGINE_GREEDY, GREEDY, choices_of
 
 ROUTE = "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "hello"}]

@@ -10,13 +10,9 @@ from specjax.testing import is_idle
 from specjax.text.completion import AcceptPieces
 from specjax.text.tokenizer import IncrementalDecoder
 
+from .bodies import ENGINE_GREEDY, GREEDY, choices_of
+
 ROUTE = "/v1/completions"
-GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 20, "ignore_eos": True}
-ENGINE_GREEDY: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": 20, "ignore_eos": True}
-
-
-def choices_of(chunks: list[Any], index: int = 0) -> list[Any]:
-    return [c for chunk in chunks for c in chunk["choices"] if c["index"] == index]
 
 
 def text_of(chunks: list[Any], index: int = 0) -> str:

@@ -4,10 +4,9 @@ from typing import Any
 
 import pytest
 
-CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
-HELLO = {"messages": [{"role": "user", "content": "hello"}]}
+from .bodies import CHAT, COMPLETIONS, GENERATE, HELLO, TOOL
+
 IMAGE = {"type": "image_url", "image_url": {"url": "x"}}
-TOOL = {"type": "function", "function": {"name": "f"}}
 FALSY = (3, 0, False)
 
 

@@ -12,8 +12,7 @@ from specjax.server import fields, generating, make_app
 from specjax.server.exchange import Exchange, UnreadAnswers
 from specjax.testing import Client, running
 
-from .test_completions import ENGINE_GREEDY, GREEDY
-from .test_errors import CHAT, COMPLETIONS, GENERATE, HELLO, TOOL
+from .bodies import CHAT, COMPLETIONS, ENGINE_GREEDY, GENERATE, GREEDY, HELLO, TOOL
 
 ROUTES = {COMPLETIONS: {"prompt": "hello"}, CHAT: HELLO, GENERATE: {"text": "hello"}}
 

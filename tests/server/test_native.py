@@ -12,7 +12,7 @@ import pytest
 
 from specjax.testing import is_idle
 
-from .test_completions import ENGINE_GREEDY
+from .bodies import ENGINE_GREEDY
 
 ROUTE = "/generate"
 TIMES = ("e2e_latency", "queue_time", "time_to_first_token", "id", "cached_tokens")

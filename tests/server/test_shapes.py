@@ -16,7 +16,7 @@ from specjax.server.completions import CompletionAnswer
 from specjax.server.native import NativeAnswer
 from specjax.text.completion import TokenTexts
 
-from ..text.test_token_texts import byte_tokenizer
+from ..support.tokenizers import byte_tokenizer
 
 DOCS = (Path(__file__).parents[2] / "docs" / "server.md").read_text()
 

@@ -19,20 +19,12 @@ from specjax.types import NO_DRAFTS, DraftShape, VerifyInput, VerifyOutput
 
 from ..support.model_files import BLOCK, write_block_draft
 from ..support.runners import make_request, make_runner, run_requests, target_model
+from .blocks import CONFIGS
 from .driver import serve, start
 
 pytestmark = pytest.mark.slow
 
 COUNT = 20
-SIZES = {"vocab_size": TARGET.vocab_size, "draft_vocab_size": TARGET.vocab_size}
-SIZES |= {"mask_token_id": 60, "max_position_embeddings": TARGET.max_position_embeddings}
-NO_MARKOV: dict[str, Any] = {"markov_head": None, "markov_rank": 0, "anchor_first": False}
-CONFIGS = {
-    "DSPARK": replace(BLOCK, **SIZES, num_drafts=4, markov_head="rnn"),
-    "DFLASH": replace(
-        BLOCK, **SIZES | NO_MARKOV, num_drafts=4, windows=(0, 6), causal=(False, True)
-    ),
-}
 
 
 def tiers_of(block: int) -> tuple[DraftShape, ...]:

@@ -15,8 +15,8 @@ from specjax.types import DraftShape
 
 from ..support.runners import plain_outputs
 from ..support.schedulers import Serving, forced
+from .identity import JOBS, check, expected
 from .mtp import MODULES, dense_modules, mtp_runner
-from .test_identity import JOBS, check, expected
 
 RNG = np.random.default_rng(8)
 # shorter than the number of modules; with several chunks; with a common prefix

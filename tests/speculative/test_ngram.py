@@ -13,7 +13,7 @@ from specjax.types import DraftShape
 
 from ..support.runners import copied_weights, make_request, make_runner, plain_outputs, run_requests
 from ..support.schedulers import Serving
-from .test_identity import JOBS, check, expected
+from .identity import JOBS, check, expected
 
 NGRAM = SpeculativeAlgorithm.from_string("NGRAM")
 SHAPE = DraftShape(5, 10, 6, stores_drafts=False)

@@ -41,10 +41,10 @@ from ..support.runners import (
     target_model,
 )
 from ..support.schedulers import Forced, Serving
+from .blocks import CONFIGS
 from .driver import serve, start
+from .identity import JOBS, check, expected
 from .mtp import mtp_runner
-from .test_block import CONFIGS
-from .test_identity import JOBS, check, expected
 
 BATCH, NODES = 3, 6
 

@@ -18,7 +18,7 @@ from specjax.types import NO_DRAFTS, DraftShape
 
 from ..support.runners import chains, copied_runner, make_runner
 from .driver import Served, start
-from .test_identity import JOBS, check, expected
+from .identity import JOBS, check, expected
 
 HEAD = replace(EAGLE3, mask_token_id=7, num_layers=2)
 NORMED = replace(HEAD, num_layers=1, qk_norm=True, has_own_embedding=True)

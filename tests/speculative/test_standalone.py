@@ -23,7 +23,7 @@ from specjax.types import DraftShape
 from ..support.runners import make_request, make_runner, run_requests, target_model
 from ..support.schedulers import Serving, forced
 from .driver import start
-from .test_identity import JOBS, check, expected
+from .identity import JOBS, check, expected
 
 # another family with other sizes
 SMALL = replace(

@@ -21,7 +21,7 @@ from ..support.runners import (
     run_requests,
 )
 from ..support.schedulers import Serving, forced
-from .test_identity import JOBS, check, expected
+from .identity import JOBS, check, expected
 
 TREE = DraftShape(steps=3, topk=3, nodes=8)
 RNG = np.random.default_rng(21)

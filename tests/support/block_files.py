@@ -5,17 +5,33 @@ last fields). Formats are numbered as in docs/algorithms.md: 1 DFlash, 2 and 3 D
 with a Markov head, 4 DSpark of SpecForge, 5 and 6 DFlash and DSpark of speculators.
 """
 
-import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
-from safetensors.numpy import save_file
+
+from specjax.checkpoints import TargetCheckpoint
+from specjax.config import ModelConfig
+from specjax.testing import letter_tokenizer
+from specjax.testing.files import write_folder
+
+from .checkpoint_files import write_sharded
 
 VOCAB, HIDDEN, TARGET_LAYERS = 131, 48, 7
+MODEL = ModelConfig(
+    model_type="qwen3",
+    vocab_size=VOCAB,
+    hidden_size=HIDDEN,
+    intermediate_size=64,
+    num_layers=TARGET_LAYERS,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    max_position_embeddings=512,
+)
 Tensors = dict[str, np.ndarray]
 
 
@@ -234,26 +250,15 @@ def _pop(config: dict[str, Any], path: str) -> Any:
 
 def publish(case: BlockCase, tensors: Tensors, path: Path) -> Path:
     """Write the drafter to the directory ``path``."""
-    path.mkdir(parents=True)
     named = {}
     for name, tensor in tensors.items():
         new = next((n + name[len(o) :] for o, n in case.rename.items() if name.startswith(o)), name)
         outside = name in ("d2t", "t2d", "lm_head.weight")
-        named[new if outside else case.prefix + new] = np.ascontiguousarray(tensor)
-    metadata = {"format": "pt"}
-    if case.shards == 1:
-        save_file(named, path / "model.safetensors", metadata)
-    else:
-        weight_map = {}
-        for i in range(case.shards):
-            file = f"model-{i + 1:05}-of-{case.shards:05}.safetensors"
-            part = dict(list(named.items())[i :: case.shards])
-            save_file(part, path / file, metadata)
-            weight_map |= dict.fromkeys(part, file)
-        index = {"metadata": {"total_size": 0}, "weight_map": weight_map}
-        (path / "model.safetensors.index.json").write_text(json.dumps(index))
-    (path / "config.json").write_text(json.dumps(published_config(case), indent=1))
-    return path
+        named[new if outside else case.prefix + new] = tensor
+    config = published_config(case)
+    if case.shards > 1:
+        return write_sharded(path, config, named, case.shards)
+    return write_folder(path, config, named)
 
 
 def _layer_types(*kinds: str, window: int = 4, at: str = "") -> dict[str, Any]:
@@ -265,7 +270,7 @@ LAYER = "transformer_layer_config."
 COPIES = ("embed_tokens.weight", "lm_head.weight")
 ALIASES = {"fc.": "encoder.fc.", "hidden_norm.": "encoder.output_norm_enc."}
 _MIXED: dict[str, Any] = {"windows": (4, None), "causal": (True, False)}
-_SMALL_SPARK: dict[str, Any] = {"markov": "vanilla", "confidence": "markov"}
+SPARK: dict[str, Any] = {"markov": "vanilla", "confidence": "markov"}
 _IN_DSPARK = {
     f"dflash_config.{key}": f"dspark_config.{key}"
     for key in ("markov_rank", "markov_head_type", "enable_confidence_head")
@@ -341,9 +346,9 @@ CASES = {
     "2": BlockCase(format=2, copies=COPIES),
     "2-no-copies": BlockCase(format=2, drafts=7),
     "2-sliding": BlockCase(format=2, **_MIXED, add=_layer_types("sf")),
-    "3": BlockCase(format=3, copies=COPIES, **_SMALL_SPARK),
-    "3-embedding": BlockCase(format=3, taps=(-1, 3), **_SMALL_SPARK),
-    "3-seven": BlockCase(format=3, drafts=7, **_SMALL_SPARK),
+    "3": BlockCase(format=3, copies=COPIES, **SPARK),
+    "3-embedding": BlockCase(format=3, taps=(-1, 3), **SPARK),
+    "3-seven": BlockCase(format=3, drafts=7, **SPARK),
     "3-gated": BlockCase(format=3, copies=COPIES, markov="gated", confidence="markov"),
     "3-rnn": BlockCase(format=3, markov="rnn", confidence="markov"),
     "3-no-confidence": BlockCase(format=3, markov="vanilla"),
@@ -352,20 +357,18 @@ CASES = {
         format=3, markov="vanilla", confidence="plain", drop=("confidence_head_with_markov",)
     ),
     "3-unstated-markov": BlockCase(
-        format=3, **_SMALL_SPARK, drop=("confidence_head_with_markov", "markov_head_type")
+        format=3, **SPARK, drop=("confidence_head_with_markov", "markov_head_type")
     ),
-    "3-prefix": BlockCase(format=3, prefix="model.", shards=2, copies=COPIES, **_SMALL_SPARK),
-    "4": BlockCase(format=4, **_SMALL_SPARK),
+    "3-prefix": BlockCase(format=3, prefix="model.", shards=2, copies=COPIES, **SPARK),
+    "4": BlockCase(format=4, **SPARK),
     "4-top-level": BlockCase(
         format=4,
         markov="gated",
         move=_TO_TOP | {f"dflash_config.{k}": k for k in ("markov_rank", "markov_head_type")},
     ),
     "4-dspark-config": BlockCase(format=4, markov="rnn", move=_IN_DSPARK),
-    "4-from-anchor": BlockCase(
-        format=4, **_SMALL_SPARK, add={"dflash_config.sample_from_anchor": True}
-    ),
-    "4-sliding": BlockCase(format=4, **_SMALL_SPARK, **_MIXED, add=_layer_types("sf")),
+    "4-from-anchor": BlockCase(format=4, **SPARK, add={"dflash_config.sample_from_anchor": True}),
+    "4-sliding": BlockCase(format=4, **SPARK, **_MIXED, add=_layer_types("sf")),
     "5": BlockCase(format=5),
     "5-reduced": BlockCase(format=5, draft_vocab=50),
     "5-defaults": BlockCase(
@@ -409,15 +412,29 @@ CASES = {
         add=_layer_types("sf", at=LAYER) | {"sliding_window_non_causal": True},
     ),
     "5-unstated-vocabulary": BlockCase(format=5, draft_vocab=50, drop=("draft_vocab_size",)),
-    "6": BlockCase(format=6, **_SMALL_SPARK),
-    "6-fill-in": BlockCase(format=6, is_fill_in=True, **_SMALL_SPARK),
-    "6-unstated-anchor": BlockCase(format=6, **_SMALL_SPARK, drop=("sample_from_anchor",)),
+    "6": BlockCase(format=6, **SPARK),
+    "6-fill-in": BlockCase(format=6, is_fill_in=True, **SPARK),
+    "6-unstated-anchor": BlockCase(format=6, **SPARK, drop=("sample_from_anchor",)),
     "6-unstated-fill-in": BlockCase(
-        format=6, is_fill_in=True, **_SMALL_SPARK, drop=("sample_from_anchor",)
+        format=6, is_fill_in=True, **SPARK, drop=("sample_from_anchor",)
     ),
-    "6-reduced": BlockCase(format=6, draft_vocab=50, **_SMALL_SPARK),
+    "6-reduced": BlockCase(format=6, draft_vocab=50, **SPARK),
     "6-reduced-gated": BlockCase(format=6, draft_vocab=50, markov="gated", shards=2),
     "6-reduced-rnn": BlockCase(format=6, draft_vocab=50, markov="rnn", confidence="plain"),
     "6-no-markov": BlockCase(format=6),
-    "6-sliding": BlockCase(format=6, **_SMALL_SPARK, **_MIXED, add=_layer_types("sf", at=LAYER)),
+    "6-sliding": BlockCase(format=6, **SPARK, **_MIXED, add=_layer_types("sf", at=LAYER)),
 }
+
+
+def target_at(path: Path, **changes: Any) -> TargetCheckpoint:
+    """A target without weights."""
+    config = replace(MODEL, **changes)
+    return TargetCheckpoint(config, path, None, str(path), letter_tokenizer)  # type: ignore[arg-type]
+
+
+def write_block(path: Path, case: BlockCase) -> Path:
+    """Write a drafter with random tensors."""
+    rng = np.random.default_rng(0)
+    shared = rng.normal(size=(VOCAB, HIDDEN)).astype(np.float32)
+    copies = {"embed_tokens.weight": shared, "lm_head.weight": shared}
+    return publish(case, random_tensors(case, copies, seed=1), path)

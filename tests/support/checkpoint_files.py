@@ -8,6 +8,8 @@ import gguf
 import numpy as np
 from safetensors.numpy import save_file
 
+from specjax.testing.files import write_folder
+
 VOCAB, HIDDEN, INNER, LAYERS, HEADS, KV_HEADS, DIM = 61, 32, 48, 3, 4, 2, 8
 
 CONFIG: dict[str, Any] = {
@@ -37,6 +39,25 @@ HEAD_CONFIG: dict[str, Any] = {
     "max_position_embeddings": 64,
     "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]},
 }
+EAGLE_CONFIG = {
+    key: value
+    for key, value in HEAD_CONFIG.items()
+    if key not in ("draft_vocab_size", "eagle_config")
+} | {"architectures": ["LlamaForCausalLMEagle"]}
+PEAGLE = {
+    "architectures": ["PEagleSpeculator"],
+    "speculators_model_type": "peagle",
+    "draft_vocab_size": 20,
+    "mask_token_id": 60,
+    "eagle_aux_hidden_state_layer_ids": [1, 2, 3],
+    "transformer_layer_config": {
+        key: value
+        for key, value in HEAD_CONFIG.items()
+        if key not in ("architectures", "draft_vocab_size", "eagle_config", "num_hidden_layers")
+    },
+}
+MIMO = {"model_type": "mimo", "architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 2}
+QKV = ("q_proj", "k_proj", "v_proj")
 Tensors = dict[str, np.ndarray]
 
 
@@ -85,14 +106,6 @@ def add_biases(tensors: Tensors, names: tuple[str, ...], seed: int = 1) -> Tenso
         if name.removesuffix(".weight").split(".")[-1] in names
     }
     return tensors | biases
-
-
-def write_directory(path: Path, config: dict[str, Any], tensors: Tensors) -> Path:
-    """Write a Hugging Face directory with one safetensors file."""
-    path.mkdir(parents=True, exist_ok=True)
-    (path / "config.json").write_text(json.dumps(config))
-    save_file(tensors, path / "model.safetensors")
-    return path
 
 
 def write_sharded(path: Path, config: dict[str, Any], tensors: Tensors, count: int = 3) -> Path:
@@ -150,6 +163,42 @@ def eagle_tensors(seed: int = 3, *, bias: bool = True) -> Tensors:
     if bias:
         tensors["fc.bias"] = rng.normal(size=(HIDDEN,)).astype(np.float32)
     return tensors
+
+
+def peagle_tensors(count: int) -> Tensors:
+    """Tensors of a head with this number of layers, all with query and key norms."""
+    tensors = head_tensors(layer="layers.0", embedding=True)
+    for i in range(1, count):
+        layer = eagle_tensors(bias=False)
+        del layer["fc.weight"]
+        tensors |= {name.replace("layers.0", f"layers.{i}"): x for name, x in layer.items()}
+        tensors[f"layers.{i}.input_layernorm.weight"] = np.full(HIDDEN, i, np.float32)
+    for i, letter in np.ndindex(count, 2):
+        norm = np.full(DIM, 2 * i + letter, np.float32)
+        tensors[f"layers.{i}.self_attn.{'qk'[letter]}_norm.weight"] = norm
+    return tensors | {"mask_hidden": np.arange(3 * HIDDEN, dtype=np.float32).reshape(1, 1, -1)}
+
+
+def module_tensors(count: int = 2) -> Tensors:
+    """Random modules: layers like the target's after two norms and a projection."""
+    rng = np.random.default_rng(5)
+    layers = target_tensors(seed=7)
+    tensors: Tensors = {}
+    for i in range(count):
+        prefix = f"model.mtp_layers.{i}."
+        for name, value in layers.items():
+            if name.startswith(f"model.layers.{i}."):
+                tensors[name.replace(f"model.layers.{i}.", prefix)] = value
+        shapes = {"input_proj": (HIDDEN, 2 * HIDDEN)}
+        shapes |= {f"{name}_layernorm": (HIDDEN,) for name in ("token", "hidden", "final")}
+        for name, shape in shapes.items():
+            tensors[f"{prefix}{name}.weight"] = rng.normal(size=shape).astype(np.float32)
+    return tensors
+
+
+def write_mimo(path: Path, count: int = 2, **changes: Any) -> Path:
+    tensors = add_biases(target_tensors() | module_tensors(count), QKV)
+    return write_folder(path, CONFIG | MIMO | changes, tensors)
 
 
 GGUF_NAMES = {

@@ -22,6 +22,16 @@ from .runners import copied_runner, make_request
 STEPS = 4
 
 
+class Clock:
+    """A clock that a test advances."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
 class Letters:
     """A decoder of one letter per token."""
 
@@ -220,3 +230,17 @@ class Serving:
         assert not tables.sampling["temperatures"].any()
         assert (tables.sampling["top_ks"] == TARGET.vocab_size).all()
         assert sorted(self.scheduler._free_slots) == list(range(1, self.runner.config.num_slots))
+
+
+def check_identities(request: Request) -> None:
+    """Check identities that hold for the metrics of any request."""
+    meta = request.result()["meta_info"]
+    histogram, verifies = meta["spec_correct_drafts_histogram"], meta["spec_verify_ct"]
+    correct, proposed = meta["spec_num_correct_drafts"], meta["spec_num_proposed_drafts"]
+    assert sum(histogram) == verifies
+    assert sum(i * count for i, count in enumerate(histogram)) == correct
+    assert 0 <= correct <= proposed <= verifies * (len(histogram) - 1)
+    assert meta["spec_accept_rate"] == (correct / proposed if proposed else 0.0)
+    assert meta["completion_tokens"] == len(request.output_ids)
+    expected = len(request.output_ids) / verifies if verifies else 0.0
+    assert meta["spec_accept_length"] == expected
