@@ -1,7 +1,10 @@
-"""Tree attention in float64, and random inputs."""
+"""Tree attention in float64, random inputs, and the implementations of attention."""
+
+from functools import partial
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 BOUNDS = {"float32": 1e-5, "bfloat16": 2e-2}
 
@@ -68,3 +71,29 @@ def brute_force(
 
 def relative_error(out, expected):
     return np.abs(np.asarray(out, np.float64) - expected).max() / np.abs(expected).max()
+
+
+class Forms:
+    """The implementations of a function, and marks of tests that run each of them.
+
+    Attributes:
+        on_cpu: sets ``function`` to each implementation but the kernel.
+        with_kernel: sets ``function`` to each implementation.
+        with_kernel_dtypes: also sets ``dtype``, which is float32 except for the kernel.
+    """
+
+    def __init__(self, function):
+        names = {"reference": "xla", "chunked": "chunked", "interpret": "interpret"}
+        forms = {key: partial(function, implementation=name) for key, name in names.items()}
+        self.reference, self.chunked, self.interpret = forms.values()
+        self.pallas = partial(function, implementation="pallas")
+        cases = [pytest.param(form, id=key) for key, form in forms.items()]
+        self.on_cpu = pytest.mark.parametrize("function", cases)
+        kernel = pytest.param(self.pallas, marks=pytest.mark.gpu, id="gpu")
+        self.with_kernel = pytest.mark.parametrize("function", [*cases, kernel])
+        cases = [pytest.param(form, "float32", id=key) for key, form in forms.items()]
+        cases += [
+            pytest.param(self.pallas, dtype, marks=pytest.mark.gpu, id=f"gpu-{dtype}")
+            for dtype in BOUNDS
+        ]
+        self.with_kernel_dtypes = pytest.mark.parametrize(("function", "dtype"), cases)

@@ -13,7 +13,7 @@ from specjax.kernels.kv_format import from_pool, to_pool
 from specjax.kernels.paged import PagedInputs
 from specjax.kernels.prefill_attention import PrefillTiles, prefill_attention
 
-from .attention import BOUNDS
+from .attention import BOUNDS, Forms
 
 
 class Case(NamedTuple):
@@ -49,18 +49,7 @@ GPU_CASES = [
     Case(2048, tuple(range(0, 32, 2)), tuple(range(160, 0, -10)), 32, 8, 128, 16),
     Case(1024, (600, 300), (48, 1000), 32, 32, 96, 16),
 ]
-REFERENCE = partial(prefill_attention, implementation="xla")
-CHUNKED = partial(prefill_attention, implementation="chunked")
-PALLAS = partial(prefill_attention, implementation="pallas")
-INTERPRET = partial(prefill_attention, implementation="interpret")
-FORMS = pytest.mark.parametrize(
-    "function", [REFERENCE, CHUNKED, INTERPRET], ids=["reference", "chunked", "interpret"]
-)
-FORMS_AND_GPU = pytest.mark.parametrize(
-    "function",
-    [REFERENCE, CHUNKED, INTERPRET, pytest.param(PALLAS, marks=pytest.mark.gpu)],
-    ids=["reference", "chunked", "interpret", "gpu"],
-)
+FORMS = Forms(prefill_attention)
 
 
 def make_case(case, dtype, seed=0, pages=None):
@@ -153,7 +142,7 @@ def compare(call, case, dtype, arguments, stored=None, **options):
     ],
     ids=str,
 )
-@FORMS
+@FORMS.on_cpu
 def test_equals_brute_force(function, case, dtype):
     check(function, case, dtype)
 
@@ -163,7 +152,7 @@ def test_equals_brute_force(function, case, dtype):
     [(CASES[2], {}), (CASES[-1], {"softcap": 1.5}), (CASES[4], {"sinks": True})],
     ids=str,
 )
-@FORMS_AND_GPU
+@FORMS.with_kernel
 def test_pools_of_8_bit_floats(function, case, options):
     options = with_sinks(case, options, "bfloat16")
     q, pool, *rest = make_case(case, "bfloat16")
@@ -193,7 +182,7 @@ def with_sinks(case, options, dtype):
 
 
 @pytest.mark.parametrize(("case", "options"), OPTIONS, ids=str)
-@FORMS
+@FORMS.on_cpu
 def test_options(function, case, options):
     check(function, case, "float32", **with_sinks(case, options, "float32"))
 
@@ -204,14 +193,14 @@ def test_options(function, case, options):
     ("case", "options"), [*OPTIONS, (GPU_CASES[-2], {"window": 100, "softcap": 3.0})], ids=str
 )
 def test_options_on_gpu(case, options, dtype):
-    check(PALLAS, case, dtype, **with_sinks(case, options, dtype))
+    check(FORMS.pallas, case, dtype, **with_sinks(case, options, dtype))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("case", GPU_CASES, ids=str)
 def test_kernel_on_gpu(case, dtype):
-    check(PALLAS, case, dtype)
+    check(FORMS.pallas, case, dtype)
 
 
 def random_cases(number):
@@ -224,10 +213,10 @@ def random_cases(number):
         yield Case(60, tuple(map(int, counts)), tuple(map(int, starts)), 3, 1, 16, 4)
 
 
-@FORMS
+@FORMS.on_cpu
 def test_random_counts(function):
     tiles = PrefillTiles(block_rows=32, block_keys=16, num_warps=4, num_stages=2)
-    if function is INTERPRET:
+    if function is FORMS.interpret:
         function = partial(function, tiles=tiles)
     call = None
     for seed, case in enumerate(random_cases(12)):
@@ -238,7 +227,7 @@ def test_random_counts(function):
 @pytest.mark.parametrize(("block_rows", "block_keys"), [(16, 32), (64, 16)])
 def test_tiles_do_not_change_the_result(block_rows, block_keys):
     tiles = PrefillTiles(block_rows, block_keys, num_warps=4, num_stages=2)
-    check(partial(INTERPRET, tiles=tiles), CASES[3], "float32")
+    check(partial(FORMS.interpret, tiles=tiles), CASES[3], "float32")
 
 
 def check_no_slot_after_the_end(function, case):
@@ -253,7 +242,7 @@ def check_no_slot_after_the_end(function, case):
 
 
 def test_kernel_reads_no_slot_after_the_end():
-    check_no_slot_after_the_end(INTERPRET, CASES[0])
+    check_no_slot_after_the_end(FORMS.interpret, CASES[0])
 
 
 @pytest.mark.parametrize(
@@ -270,17 +259,17 @@ def test_unsupported_inputs_are_refused():
     q, pool, table, *ints = make_case(CASES[0], "float32")
     inputs = PagedInputs(pool, 0, table, 4)
     with pytest.raises(NotImplementedError, match=r"got 12\)"):
-        PALLAS(q[..., :12], replace(inputs, pool=pool[..., :12]), *ints)
+        FORMS.pallas(q[..., :12], replace(inputs, pool=pool[..., :12]), *ints)
     with pytest.raises(NotImplementedError, match=r"most 64 query heads .* \(got 80\)"):
-        PALLAS(jnp.tile(q, (1, 20, 1)), inputs, *ints)
+        FORMS.pallas(jnp.tile(q, (1, 20, 1)), inputs, *ints)
     with pytest.raises(ValueError, match="must be"):
-        REFERENCE(q, replace(inputs, pool=pool[..., :8]), *ints)
+        FORMS.reference(q, replace(inputs, pool=pool[..., :8]), *ints)
     with pytest.raises(ValueError, match="must have 3 dimensions"):
-        REFERENCE(q[None], inputs, *ints)
+        FORMS.reference(q[None], inputs, *ints)
     with pytest.raises(ValueError, match=r"starts \(5,\)"):
-        REFERENCE(q, inputs, ints[0][:5], ints[1])
+        FORMS.reference(q, inputs, ints[0][:5], ints[1])
     with pytest.raises(ValueError, match="window=0"):
-        REFERENCE(q, replace(inputs, window=0), *ints)
+        FORMS.reference(q, replace(inputs, window=0), *ints)
     with pytest.raises(ValueError, match="block_rows=48"):
         PrefillTiles(block_rows=48, block_keys=16, num_warps=4, num_stages=2)
 

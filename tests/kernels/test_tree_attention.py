@@ -12,7 +12,7 @@ from specjax.kernels.kv_format import from_pool, to_pool
 from specjax.kernels.paged import PagedInputs
 from specjax.kernels.tree_attention import AttentionTiles, tree_attention
 
-from .attention import BOUNDS, brute_force, make_case, relative_error
+from .attention import BOUNDS, Forms, brute_force, make_case, relative_error
 
 # batch, tokens, query heads, KV heads, head dim, page size, pages per request
 CASES = [
@@ -34,18 +34,7 @@ GPU_CASES = [
     (4, 8, 16, 8, 256, 16, 70),
     (4, 4, 24, 8, 80, 16, 70),
 ]
-REFERENCE = partial(tree_attention, implementation="xla")
-CHUNKED = partial(tree_attention, implementation="chunked")
-PALLAS = partial(tree_attention, implementation="pallas")
-INTERPRET = partial(tree_attention, implementation="interpret")
-FORMS = pytest.mark.parametrize(
-    "function", [REFERENCE, CHUNKED, INTERPRET], ids=["reference", "chunked", "interpret"]
-)
-FORMS_AND_GPU = pytest.mark.parametrize(
-    "function",
-    [REFERENCE, CHUNKED, INTERPRET, pytest.param(PALLAS, marks=pytest.mark.gpu)],
-    ids=["reference", "chunked", "interpret", "gpu"],
-)
+FORMS = Forms(tree_attention)
 
 
 def check(function, case, dtype, tree, level=None, window=None, in_words=False, lens=None):
@@ -77,7 +66,7 @@ def check(function, case, dtype, tree, level=None, window=None, in_words=False, 
     ],
     ids=str,
 )
-@FORMS
+@FORMS.on_cpu
 def test_equals_brute_force(function, case, dtype, tree):
     check(function, case, dtype, tree)
 
@@ -91,7 +80,7 @@ def test_equals_brute_force(function, case, dtype, tree):
     ],
     ids=str,
 )
-@FORMS_AND_GPU
+@FORMS.with_kernel
 def test_pools_of_8_bit_floats(function, case, dtype, tree, window):
     check(function, case, dtype, tree, window=window, in_words=True)
 
@@ -107,7 +96,9 @@ def test_pools_of_8_bit_floats(function, case, dtype, tree, window):
     ],
 )
 @pytest.mark.parametrize(
-    "function", [INTERPRET, pytest.param(PALLAS, marks=pytest.mark.gpu)], ids=["interpret", "gpu"]
+    "function",
+    [FORMS.interpret, pytest.param(FORMS.pallas, marks=pytest.mark.gpu)],
+    ids=["interpret", "gpu"],
 )
 def test_keys_before_the_new_ones_need_no_mask(function, window, in_words, lens):
     """With one split and no window, the kernel has two loops over the keys."""
@@ -120,9 +111,9 @@ def test_keys_before_the_new_ones_need_no_mask(function, window, in_words, lens)
 def test_kernel_with_8_bit_floats_on_gpu(case):
     if case[4] % 32:
         with pytest.raises(NotImplementedError, match="KV in words: 32"):
-            check(PALLAS, case, "bfloat16", True, in_words=True)
+            check(FORMS.pallas, case, "bfloat16", True, in_words=True)
         return
-    check(PALLAS, case, "bfloat16", True, in_words=True)
+    check(FORMS.pallas, case, "bfloat16", True, in_words=True)
 
 
 @pytest.mark.gpu
@@ -130,7 +121,7 @@ def test_kernel_with_8_bit_floats_on_gpu(case):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("case", GPU_CASES, ids=str)
 def test_kernel_on_gpu(case, dtype, tree):
-    check(PALLAS, case, dtype, tree)
+    check(FORMS.pallas, case, dtype, tree)
 
 
 @pytest.mark.parametrize("num_splits", [1, 2, 8])
@@ -138,7 +129,7 @@ def test_splits_do_not_change_the_result(num_splits):
     tiles = AttentionTiles(
         block_rows=16, block_keys=16, num_splits=num_splits, num_warps=4, num_stages=2
     )
-    check(partial(INTERPRET, tiles=tiles), CASES[1], "float32", True)
+    check(partial(FORMS.interpret, tiles=tiles), CASES[1], "float32", True)
 
 
 # rows of a level after those of the levels above, in two and in four words of the mask
@@ -146,19 +137,12 @@ LEVELS = [((3, 12, 4, 2, 32, 4, 20), 4), ((2, 80, 4, 1, 16, 16, 9), 16)]
 
 
 @pytest.mark.parametrize(("case", "level"), LEVELS, ids=str)
-@FORMS
-def test_a_level_sees_its_ancestors(function, case, level):
-    check(function, case, "float32", True, level)
+@FORMS.with_kernel_dtypes
+def test_a_level_sees_its_ancestors(function, case, level, dtype):
+    check(function, case, dtype, True, level)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(("case", "level"), LEVELS, ids=str)
-def test_levels_on_gpu(case, level, dtype):
-    check(PALLAS, case, dtype, True, level)
-
-
-@FORMS
+@FORMS.on_cpu
 @pytest.mark.parametrize("window", [None, 3, 12])
 def test_rows_of_a_block_see_each_other(function, window):
     q, pool, table, lens, mask, page_size = make_case(CASES[1], "float32", False)
@@ -180,16 +164,9 @@ WINDOWS = [
 
 
 @pytest.mark.parametrize(("case", "level", "window"), WINDOWS, ids=str)
-@FORMS
-def test_a_window_hides_earlier_keys(function, case, level, window):
-    check(function, case, "float32", level is not None, level, window)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(("case", "level", "window"), WINDOWS, ids=str)
-def test_windows_on_gpu(case, level, window, dtype):
-    check(PALLAS, case, dtype, level is not None, level, window)
+@FORMS.with_kernel_dtypes
+def test_a_window_hides_earlier_keys(function, case, level, window, dtype):
+    check(function, case, dtype, level is not None, level, window)
 
 
 @pytest.mark.slow
@@ -205,7 +182,7 @@ def test_keys_before_all_windows_are_not_read(num_splits, window):
     slots = np.asarray(table)[0, unread // page_size] * page_size + unread % page_size
     tiles = AttentionTiles(16, 16, num_splits, num_warps=4, num_stages=2)
     pool = pool.at[:, slots].set(jnp.nan)
-    for form in (partial(INTERPRET, tiles=tiles), REFERENCE, CHUNKED):
+    for form in (partial(FORMS.interpret, tiles=tiles), FORMS.reference, FORMS.chunked):
         out = form(q, PagedInputs(pool, 1, table, page_size, window), lens, mask)
         assert relative_error(out, expected) < BOUNDS["float32"]
 
@@ -242,37 +219,30 @@ def check_options(function, case, dtype, tree, level, options):
 
 
 @pytest.mark.parametrize(("case", "tree", "level", "options"), OPTIONS, ids=str)
-@FORMS
-def test_options(function, case, tree, level, options):
-    check_options(function, case, "float32", tree, level, options)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(("case", "tree", "level", "options"), OPTIONS, ids=str)
-def test_options_on_gpu(case, tree, level, options, dtype):
-    check_options(PALLAS, case, dtype, tree, level, options)
+@FORMS.with_kernel_dtypes
+def test_options(function, case, tree, level, options, dtype):
+    check_options(function, case, dtype, tree, level, options)
 
 
 @pytest.mark.parametrize("num_splits", [1, 4])
 def test_splits_share_one_sink(num_splits):
     tiles = AttentionTiles(16, 16, num_splits, num_warps=4, num_stages=2)
-    function = partial(INTERPRET, tiles=tiles)
+    function = partial(FORMS.interpret, tiles=tiles)
     check_options(function, *OPTIONS[6][:1], "float32", *OPTIONS[6][1:])
 
 
 def test_causal_rows_beyond_a_mask_word():
-    check(INTERPRET, (1, 100, 4, 2, 16, 16, 9), "float32", False)
+    check(FORMS.interpret, (1, 100, 4, 2, 16, 16, 9), "float32", False)
 
 
 def test_unsupported_inputs_are_refused():
     q, pool, table, lens, _mask, page_size = make_case(CASES[0], "float32", False)
     inputs = PagedInputs(pool, 0, table, page_size)
     with pytest.raises(NotImplementedError, match="multiples of 16"):
-        PALLAS(q[..., :12], replace(inputs, pool=pool[..., :12]), lens, None)
+        FORMS.pallas(q[..., :12], replace(inputs, pool=pool[..., :12]), lens, None)
     mask = jnp.ones((2, 1, 129), bool)
     with pytest.raises(NotImplementedError, match=r"new keys .* \(got 129\)"):
-        PALLAS(q, inputs, lens, mask)
+        FORMS.pallas(q, inputs, lens, mask)
     with pytest.raises(ValueError, match="window=0 must be at least 1"):
         tree_attention(q, replace(inputs, window=0), lens, None)
     with pytest.raises(ValueError, match="must be a multiple of"):
