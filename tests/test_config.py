@@ -11,29 +11,19 @@ from .support.runners import EAGLE
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("config", "changes", "message"),
     [
-        ({"vocab_size": 0}, "vocab_size=0 must be an integer of at least 1"),
-        ({"hidden_size": 1.5}, "hidden_size=1.5"),
-        ({"num_layers": -1}, "num_layers=-1"),
-        ({"max_position_embeddings": 0}, "max_position_embeddings=0"),
-        ({"num_kv_heads": 3}, "num_heads=4 must be a multiple of num_kv_heads=3"),
-        ({"head_dim": 7}, "head_dim=7 must be even"),
-        ({"rms_norm_eps": float("nan")}, "rms_norm_eps=nan"),
-        ({"rms_norm_eps": -1e-5}, "rms_norm_eps=-1e-05"),
-        ({"rope_theta": 0.0}, "rope_theta=0.0"),
-        ({"rope_theta": float("inf")}, "rope_theta=inf"),
-        ({"dtype": "float16"}, "dtype='float16' is not one of"),
-    ],
-)
-def test_model_sizes(changes, message) -> None:
-    with pytest.raises(ValueError, match=message):
-        replace(TARGET, **changes)
-
-
-@pytest.mark.parametrize(
-    ("head", "changes", "message"),
-    [
+        (TARGET, {"vocab_size": 0}, "vocab_size=0 must be an integer of at least 1"),
+        (TARGET, {"hidden_size": 1.5}, "hidden_size=1.5"),
+        (TARGET, {"num_layers": -1}, "num_layers=-1"),
+        (TARGET, {"max_position_embeddings": 0}, "max_position_embeddings=0"),
+        (TARGET, {"num_kv_heads": 3}, "num_heads=4 must be a multiple of num_kv_heads=3"),
+        (TARGET, {"head_dim": 7}, "head_dim=7 must be even"),
+        (TARGET, {"rms_norm_eps": float("nan")}, "rms_norm_eps=nan"),
+        (TARGET, {"rms_norm_eps": -1e-5}, "rms_norm_eps=-1e-05"),
+        (TARGET, {"rope_theta": 0.0}, "rope_theta=0.0"),
+        (TARGET, {"rope_theta": float("inf")}, "rope_theta=inf"),
+        (TARGET, {"dtype": "float16"}, "dtype='float16' is not one of"),
         (EAGLE3, {"checkpoint_format": "EAGLE3"}, "checkpoint_format='EAGLE3'"),
         (EAGLE3, {"draft_vocab_size": 62}, "draft_vocab_size=62 must .* 61"),
         (EAGLE3, {"draft_vocab_size": 0}, "draft_vocab_size=0"),
@@ -42,9 +32,9 @@ def test_model_sizes(changes, message) -> None:
         (EAGLE, {"num_heads": 5}, "num_heads=5"),
     ],
 )
-def test_heads(head, changes, message) -> None:
+def test_models_and_heads(config, changes, message) -> None:
     with pytest.raises(ValueError, match=message):
-        replace(head, **changes)
+        replace(config, **changes)
 
 
 def test_feature_size() -> None:

@@ -13,6 +13,7 @@ from specjax.models.eagle import MtpHead, build_head
 from specjax.models.flat import FlatModel
 from specjax.testing import EAGLE3, TARGET
 
+from ..support.numpy_layers import NumpyLayers, random_named
 from ..support.runners import EAGLE
 
 SIZE, VALUES, GROUP = 32, 16, 2  # hidden size, width of all values, queries per value
@@ -29,27 +30,12 @@ def attend(kv: Any, layer: int, q: Any, k: Any, v: Any, rope: Any) -> Any:
     return kv, jnp.repeat(v, GROUP, axis=2)
 
 
-class Reference:
+class Reference(NumpyLayers):
     """The weights of a head, and the computations on one row per text."""
-
-    def __init__(self, named: dict[str, np.ndarray]) -> None:
-        self.named = {name: x.astype(np.float64) for name, x in named.items()}
-
-    def linear(self, name: str, x: np.ndarray) -> np.ndarray:
-        return x @ self.named[f"{name}.kernel"] + self.named.get(f"{name}.bias", 0.0)
-
-    def norm(self, name: str, x: np.ndarray) -> np.ndarray:
-        mean = np.mean(x**2, axis=-1, keepdims=True)
-        return x / np.sqrt(mean + TARGET.rms_norm_eps) * self.named[f"{name}.scale"]
 
     def attention(self, name: str, x: np.ndarray) -> np.ndarray:
         values = self.linear(f"{name}attention.qkv", x)[..., -VALUES:].reshape(len(x), -1, 8)
         return self.linear(f"{name}attention.output", values.repeat(GROUP, 1).reshape(len(x), -1))
-
-    def mlp(self, name: str, x: np.ndarray) -> np.ndarray:
-        inner = self.linear(f"{name}mlp.gate_up", self.norm(f"{name}post_attention_norm", x))
-        gate, up = np.split(inner, 2, axis=-1)
-        return self.linear(f"{name}mlp.down", gate / (1 + np.exp(-gate)) * up)
 
     def layer(self, name: str, x: np.ndarray) -> np.ndarray:
         has_norm = f"{name}input_norm.scale" in self.named
@@ -86,15 +72,12 @@ class Reference:
 def check(network: Any, config: Any, width: int, run: Any, expected: Any) -> None:
     """Compare ``run(head, features, embeds)`` of random weights with ``expected``."""
     flat, rng = FlatModel.of(partial(network, config)), np.random.default_rng(0)
-    named = {
-        name: rng.normal(size=leaf.shape).astype(leaf.dtype)
-        for name, leaf in zip(flat.names, flat.abstract, strict=True)
-    }
+    named = random_named(flat, rng)
     inputs = [rng.normal(size=(3, 1, size)).astype(np.float32) for size in (width, SIZE)]
     outputs = jax.jit(lambda weights, *x: run(flat.rebuild(weights), *x))(
         flat.order(named), *inputs
     )
-    references = expected(Reference(named), *(x[:, 0] for x in inputs))
+    references = expected(Reference(named, TARGET.rms_norm_eps), *(x[:, 0] for x in inputs))
     for output, values in zip(outputs, references, strict=True):
         most = np.abs(values).max()
         np.testing.assert_allclose(output[:, 0], values, rtol=1e-4, atol=1e-4 * most)

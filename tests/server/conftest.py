@@ -1,6 +1,8 @@
 """One tiny engine and one server, shared by all modules."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
@@ -20,4 +22,15 @@ def engine(files: Files) -> Iterator[Engine]:
 @pytest.fixture(scope="package")
 def client(engine: Engine) -> Iterator[Client]:
     with running(make_app(engine, served_model_name=MODEL)) as port:
+        yield Client(port)
+
+
+@contextmanager
+def served(files: Files, engine: Engine, **options: Any) -> Iterator[Client]:
+    """A server over an engine with the same weights, grammars and these options."""
+    options |= {"grammar_backend": "llguidance", "share_weights_with": engine}
+    with (
+        files.engine(**options) as made,
+        running(make_app(made, served_model_name=MODEL)) as port,
+    ):
         yield Client(port)

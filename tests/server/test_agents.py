@@ -18,6 +18,8 @@ from specjax.testing.files import EOS_ID, letter_tokenizer, write_tokenizer
 from specjax.text.parts import TextParts, Tools
 from specjax.text.tool_formats import HERMES, ToolCall
 
+from .conftest import served
+
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
 COUNT = f"{MESSAGES}/count_tokens"
 STOP = {"type": "stop"}
@@ -102,17 +104,9 @@ def agents(files: Files, engine: Engine, tmp_path_factory: pytest.TempPathFactor
     tokenizer.backend.add_tokens(["<think>", "</think>"])
     tokenizer.chat_template = TEMPLATE
     write_tokenizer(folder, tokenizer)
-    options = {
-        "grammar_backend": "llguidance",
-        "reasoning_parser": "qwen3",
-        "tool_call_parser": "hermes",
-        "tokenizer": folder,
-    }
-    with (
-        files.engine(**options, share_weights_with=engine) as made,
-        running(make_app(made, served_model_name="tiny")) as port,
-    ):
-        yield Client(port)
+    options = {"reasoning_parser": "qwen3", "tool_call_parser": "hermes", "tokenizer": folder}
+    with served(files, engine, **options) as client:
+        yield client
 
 
 def fields(path: str, answer: str, **others: Any) -> Answer:

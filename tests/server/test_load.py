@@ -23,11 +23,11 @@ import pytest
 from specjax.testing import Client
 
 from ..support.server_process import serving, wait_until_ready
+from .bodies import CHAT, COMPLETIONS, GENERATE
 
 AT_ONCE = 64
 SIZES = {"max_running_requests": 16, "batch_buckets": (16,), "max_total_tokens": 2048}
 OPTIONS = ("--served-model-name", "tiny", "--shutdown-timeout", "1")
-CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
 PROMPTS = ("hello", "ab", "to be or not", "1234567890", "a longer prompt that has some pages")
 MALFORMED: tuple[tuple[str, str, Any], ...] = (
     ("POST", COMPLETIONS, b'{"prompt": "a"'),

@@ -11,15 +11,16 @@ from specjax import Engine
 from specjax.checkpoints.target import open_target
 from specjax.sampling.grammar import LAYOUT, OPTIONS
 from specjax.sampling.grammar_compiler import GrammarCompiler
-from specjax.server import make_app
 from specjax.server.conversation import with_default_prompt
-from specjax.testing import Client, Files, running
+from specjax.testing import Client, Files
 from specjax.testing.files import EOS_ID, LETTERS, letter_tokenizer, write_tokenizer
 from specjax.text.parts import Tools
 from specjax.text.tool_formats import FORMATS, ToolCall
 
+from .bodies import CHAT, COMPLETIONS, GENERATE
+from .conftest import served
+
 JSON = {OPTIONS: LAYOUT}
-CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
 SCHEMA = {
     "type": "object",
     "properties": {"n": {"type": "integer", "minimum": 0, "maximum": 99}},
@@ -32,12 +33,15 @@ HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "max_t
 
 @pytest.fixture(scope="module")
 def structured(files: Files, engine: Engine) -> Iterator[Client]:
-    options = {"grammar_backend": "llguidance", "constrained_json_disable_any_whitespace": True}
-    with (
-        files.engine(**options, share_weights_with=engine) as made,
-        running(make_app(made, served_model_name="tiny")) as port,
-    ):
-        yield Client(port)
+    with served(files, engine, constrained_json_disable_any_whitespace=True) as client:
+        yield client
+
+
+def check_refusal(client: Client, body: dict[str, Any], param: str, words: str) -> None:
+    answer = client.post(CHAT, body)
+    assert answer.status == 400
+    assert answer.error["param"] == param
+    assert words in answer.error["message"]
 
 
 def test_answers_match_their_schema(structured: Client) -> None:
@@ -125,17 +129,12 @@ def test_json_object_and_native_parameters(structured: Client) -> None:
     ],
 )
 def test_refusals(structured: Client, fields: dict[str, Any], param: str, words: str) -> None:
-    answer = structured.post(CHAT, HELLO | fields)
-    assert answer.status == 400
-    assert answer.error["param"] == param
-    assert words in answer.error["message"]
+    check_refusal(structured, HELLO | fields, param, words)
 
 
 def test_a_server_without_grammars_names_the_option(client: Client) -> None:
-    answer = client.post(CHAT, HELLO | {"response_format": {"type": "json_object"}})
-    assert answer.status == 400
-    assert answer.error["param"] == "response_format"
-    assert "grammar_backend='llguidance'" in answer.error["message"]
+    body = HELLO | {"response_format": {"type": "json_object"}}
+    check_refusal(client, body, "response_format", "grammar_backend='llguidance'")
 
 
 @pytest.fixture(scope="module")
@@ -145,12 +144,8 @@ def reasoning(files: Files, engine: Engine, tmp_path_factory: pytest.TempPathFac
     tokenizer.backend.add_tokens(["<think>", "</think>"])
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     write_tokenizer(folder, tokenizer)
-    options = {"grammar_backend": "llguidance", "reasoning_parser": "qwen3", "tokenizer": folder}
-    with (
-        files.engine(**options, share_weights_with=engine) as made,
-        running(make_app(made, served_model_name="tiny")) as port,
-    ):
-        yield Client(port)
+    with served(files, engine, reasoning_parser="qwen3", tokenizer=folder) as client:
+        yield client
 
 
 @pytest.mark.slow
@@ -239,13 +234,9 @@ def tools(
     folder, tokenizer = tmp_path_factory.mktemp("tools"), letter_tokenizer()
     tokenizer.chat_template = "{% if tools %}T{% endif %}{{ messages[0].content }}"
     write_tokenizer(folder, tokenizer)
-    options = {"grammar_backend": "llguidance", "tool_call_parser": "llama3", "tokenizer": folder}
-    options |= {"constrained_json_disable_any_whitespace": True}
-    with (
-        files.engine(**options, share_weights_with=engine) as made,
-        running(make_app(made, served_model_name="tiny")) as port,
-    ):
-        yield Client(port)
+    options = {"tool_call_parser": "llama3", "constrained_json_disable_any_whitespace": True}
+    with served(files, engine, **options, tokenizer=folder) as client:
+        yield client
 
 
 CALL: dict[str, Any] = HELLO | {"tools": TOOLS, "temperature": 1.0, "seed": 5, "max_tokens": 100}
@@ -368,10 +359,7 @@ def test_a_model_that_calls_nothing_answers_with_content(tools: Client) -> None:
     ],
 )
 def test_wrong_tools(tools: Client, fields: dict[str, Any], param: str, words: str) -> None:
-    answer = tools.post(CHAT, CALL | fields)
-    assert answer.status == 400
-    assert answer.error["param"] == param
-    assert words in answer.error["message"]
+    check_refusal(tools, CALL | fields, param, words)
 
 
 @pytest.mark.slow

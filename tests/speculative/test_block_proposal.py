@@ -19,6 +19,8 @@ from specjax.speculative.algorithm import Batch
 from specjax.speculative.block import DSPARK
 from specjax.types import DraftShape
 
+from ..support.numpy_layers import NumpyLayers, random_named
+
 VOCAB, DRAFT_VOCAB, SIZE, DIM, RANK, DRAFTS, PAGE = 23, 19, 8, 4, 3, 3, 4
 LENS, BONUS = (5, 9), (7, 11)
 GATED = BlockConfig(
@@ -58,10 +60,7 @@ Named = dict[str, np.ndarray]
 
 def weights_of(config: BlockConfig, flat: FlatModel[Any]) -> Named:
     rng = np.random.default_rng(4)
-    named = {
-        name: rng.normal(size=leaf.shape).astype(leaf.dtype)
-        for name, leaf in zip(flat.names, flat.abstract, strict=True)
-    }
+    named = random_named(flat, rng)
     ids = np.sort(rng.choice(VOCAB, DRAFT_VOCAB, replace=False))
     named["d2t"] = (ids - np.arange(DRAFT_VOCAB)).astype(np.int32)
     kv = [named[f"layers.{i}.attention.qkv.kernel"][:, 2 * DIM :] for i in range(config.num_layers)]
@@ -72,19 +71,12 @@ def weights_of(config: BlockConfig, flat: FlatModel[Any]) -> Named:
     return named
 
 
-class Reference:
+class Reference(NumpyLayers):
     """One request's drafter, with keys and values as lists by position."""
 
     def __init__(self, config: BlockConfig, named: Named, embedding: np.ndarray) -> None:
         self.config, self.embedding = config, embedding.astype(np.float64)
-        self.named = {name: x.astype(np.float64) for name, x in named.items()}
-
-    def linear(self, name: str, x: np.ndarray) -> np.ndarray:
-        return x @ self.named[f"{name}.kernel"] + self.named.get(f"{name}.bias", 0.0)
-
-    def norm(self, name: str, x: np.ndarray) -> np.ndarray:
-        mean = np.mean(x**2, axis=-1, keepdims=True) + self.config.rms_norm_eps
-        return x / np.sqrt(mean) * self.named[f"{name}.scale"]
+        super().__init__(named, config.rms_norm_eps)
 
     def rotated(self, x: np.ndarray, positions: np.ndarray) -> np.ndarray:
         angles = positions[:, None] * self.config.rope_theta ** (-np.arange(0, DIM, 2) / DIM)
@@ -122,11 +114,7 @@ class Reference:
             shares /= shares.sum(axis=-1, keepdims=True)
             mixed = np.einsum("ntl,lnh->tnh", shares, np.repeat(v, 2, axis=1)).reshape(rows, -1)
             x = x + self.linear(f"layers.{i}.attention.output", mixed)
-            inner = self.linear(
-                f"layers.{i}.mlp.gate_up", self.norm(f"layers.{i}.post_attention_norm", x)
-            )
-            gate, up = np.split(inner, 2, axis=-1)
-            x = x + self.linear(f"layers.{i}.mlp.down", gate / (1 + np.exp(-gate)) * up)
+            x = x + self.mlp(f"layers.{i}.", x)
         return self.norm("norm", x)[rows - DRAFTS :]
 
     def drafts(self, features: np.ndarray, bonus: int) -> tuple[list[int], list[float]]:
