@@ -2,7 +2,6 @@
 
 import json
 import re
-import time
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import pytest
 
 from specjax.testing import Client
 
+from ..support.waiting import wait_for
 from .conftest import KEY, MESSAGES, MODEL, PROMPT, SAMPLING
 
 
@@ -159,10 +159,7 @@ def test_errors_raise_the_librarys_exceptions(found) -> None:
 
 def test_leaving_aborts_the_request(found, server: Client) -> None:
     assert found["leaving"] == ["APITimeoutError", "Completion", "CancelledError"]
-    deadline = time.monotonic() + 20
-    while server.get("/v1/loads").json()["loads"][0]["num_running_reqs"]:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_for(lambda: not server.get("/v1/loads").json()["loads"][0]["num_running_reqs"])
     lines = server.get("/metrics").body.decode().splitlines()
     aborted = [line for line in lines if line.startswith("specjax:num_aborted_requests_total{")]
     assert [float(line.split()[-1]) for line in aborted] == [3]

@@ -3,7 +3,6 @@
 import os
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from queue import SimpleQueue
@@ -15,6 +14,8 @@ from specjax.disaggregation.channel import LANES, Channel, Deliver, Lost, Pulse,
 from specjax.disaggregation.dialer import Dialer
 from specjax.disaggregation.listener import Listener
 from specjax.disaggregation.messages import Hello, Message, Open, Taken, encode
+
+from ..support.waiting import wait_for
 
 SECONDS = 60.0  # no step takes longer unless it hangs
 SECRET = "between us"
@@ -89,13 +90,6 @@ def pair(**options: Any) -> Iterator[tuple[End, End]]:
         with dialing(left, listener.address, **again, **options):
             left.wait(), right.wait()
             yield left, right
-
-
-def wait_for(condition: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.002)
 
 
 @contextmanager

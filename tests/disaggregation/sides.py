@@ -1,6 +1,5 @@
 """A prefill and a decode side in one process, and a peer that holds back messages."""
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from queue import SimpleQueue
@@ -12,7 +11,9 @@ from msgspec.structs import replace
 from specjax import DisaggregatedEngine, Engine
 from specjax.disaggregation.decode import LocalPeer
 from specjax.disaggregation.messages import Message, Prefilled, Weights
-from specjax.testing import num_held
+from specjax.testing import is_idle, num_held
+
+from ..support.waiting import wait_for
 
 SECONDS = 30.0  # no step takes longer unless it hangs
 SIZES: dict[str, Any] = {
@@ -86,12 +87,9 @@ def held(engine: DisaggregatedEngine, change: Any = None) -> Iterator[HeldPeer]:
 
 def wait_until_empty(*engines: Engine) -> None:
     """Check that neither side has running or waiting requests or used pages."""
-    deadline = time.monotonic() + SECONDS
     for engine in engines:
         for side in (engine, getattr(engine, "prefill", engine)):
-            while any(side.debug_state()[name] for name in ("running", "waiting", "calls")):
-                assert time.monotonic() < deadline, side.debug_state()
-                time.sleep(0.01)
+            wait_for(lambda side=side: is_idle(side))  # type: ignore[misc]
             assert num_held(side) == 0
 
 

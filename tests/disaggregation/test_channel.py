@@ -37,6 +37,7 @@ from specjax.disaggregation.messages import (
     encode,
 )
 
+from ..support.waiting import wait_for
 from .peers import (
     HELLO,
     QUICK,
@@ -51,7 +52,6 @@ from .peers import (
     reach,
     read_until_closed,
     terms,
-    wait_for,
 )
 
 

@@ -26,6 +26,7 @@ from specjax.disaggregation.messages import (
 )
 from specjax.disaggregation.remote import RemotePeer
 
+from ..support.waiting import wait_for
 from .hostile import (
     Answers,
     Impostor,
@@ -35,7 +36,7 @@ from .hostile import (
     send_wrong_frames,
     wrong_job,
 )
-from .peers import SECRET, dialing, raw_lanes, wait_for
+from .peers import SECRET, dialing, raw_lanes
 from .sides import REPORTS, SIZES, wait_until_empty
 
 pytestmark = pytest.mark.slow
@@ -291,8 +292,7 @@ def test_answers_that_make_no_sense(prefill, decode, texts, count, sends_bytes):
     finally:
         peer.close()
         impostor.close()
-        while decode.peer_connected:  # the loop gets the disconnect a little later
-            time.sleep(0.01)
+        wait_for(lambda: not decode.peer_connected)  # the loop gets the disconnect a little later
         decode._peer = RemotePeer(ours.address, SECRET, decode._side)
 
 

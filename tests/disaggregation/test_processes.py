@@ -21,7 +21,8 @@ from specjax.disaggregation.remote import RemotePeer
 from specjax.testing import Files
 
 from ..support.engine_process import Process
-from .peers import SECRET, wait_for
+from ..support.waiting import wait_for
+from .peers import SECRET
 from .sides import SIZES, wait_until_empty
 
 pytestmark = pytest.mark.slow

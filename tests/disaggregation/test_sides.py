@@ -29,8 +29,8 @@ from specjax.testing import Client, running
 from specjax.testing.files import EOS_ID
 
 from ..support.compilation import counted_compilations
+from ..support.waiting import wait_for
 from .hostile import job_of
-from .peers import wait_for
 from .sides import REPORTS, SIZES, assert_same, held, wait_until_empty, without_rows
 
 pytestmark = pytest.mark.slow
@@ -267,11 +267,7 @@ def test_a_pair_without_references_is_freed(files, alone):
     engine = files.engine(kind=DisaggregatedEngine, share_weights_with=alone, **SIZES)
     gone = [weakref.ref(side._scheduler) for side in (engine, engine.prefill)]
     del engine
-    deadline = time.monotonic() + 20
-    while any(one() is not None for one in gone):
-        assert time.monotonic() < deadline
-        gc.collect()
-        time.sleep(0.05)
+    wait_for(lambda: gc.collect() >= 0 and all(reference() is None for reference in gone))
 
 
 @pytest.mark.parametrize("name", ["disaggregation_address", "disaggregation_secret"])

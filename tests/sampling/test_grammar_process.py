@@ -18,6 +18,8 @@ from specjax.sampling.grammar_process import GrammarProcesses
 from specjax.sampling.grammar_request import RequestGrammar, await_answers
 from specjax.testing.files import EOS_ID, LETTERS, letter_tokenizer
 
+from ..support.waiting import wait_for
+
 TOKENIZER = letter_tokenizer()
 # each grows without end in the library: the first in memory, the others in time
 HOSTILE = {
@@ -200,13 +202,10 @@ def test_the_program_is_started_again(grammars: Grammars, monkeypatch: pytest.Mo
     assert processes._is_starting
     waits.set()
     for request in requests[:2]:
-        while not request.prepare([], 0.01):
-            time.sleep(0.01)
+        wait_for(lambda request=request: request.prepare([], 0.01))
     assert "no memory" in requests[0].error
-    while processes._failure:
-        time.sleep(0.01)
-    while not requests[2].prepare([], 0.01):
-        time.sleep(0.01)
+    wait_for(lambda: not processes._failure)
+    wait_for(lambda: requests[2].prepare([], 0.01))
     assert letters_of(requests[2].mask) == {"a", "b"}
     assert processes._program is not program
     for request in requests:

@@ -17,6 +17,8 @@ import pytest
 
 from specjax.scheduling.loop import Call, EngineFault, EngineLoop, EventLoopDelivery, _watch
 
+from ..support.waiting import wait_for
+
 SECONDS = 10.0  # nothing here takes longer unless it hangs
 
 
@@ -40,6 +42,9 @@ class CountingRequest:
         self.finish_reason = self.finish_reason or reason
 
     def arrive(self) -> None:
+        pass
+
+    def close(self) -> None:
         pass
 
     def streamed_text(self) -> str:
@@ -277,10 +282,7 @@ def test_a_call_without_a_caller_is_aborted(loop, scheduler) -> None:
     deaf = Call([CountingRequest("a", None)], is_stream=True)  # type: ignore[list-item]
     deaf.deliver = lambda _: False
     loop.submit(deaf)
-    deadline = time.monotonic() + SECONDS
-    while not deaf.is_over:
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+    wait_for(lambda: deaf.is_over)
     assert loop.run(lambda: scheduler.has_work) is False
     assert Caller(loop, CountingRequest("a")).rest() == [None]
 
@@ -331,9 +333,7 @@ def test_functions_run_between_steps(loop, scheduler) -> None:
 
     with pytest.raises(ZeroDivisionError):
         loop.run(divide)
-    deadline = time.monotonic() + SECONDS
-    while loop.run(lambda: scheduler.num_steps) < steps + 2:  # it goes on
-        assert time.monotonic() < deadline
+    wait_for(lambda: loop.run(lambda: scheduler.num_steps) >= steps + 2)  # it goes on
 
 
 def test_a_fault_ends_all_calls(loop, scheduler) -> None:
@@ -520,10 +520,7 @@ def test_a_sleeping_thread_holds_nothing_of_its_callers(loop) -> None:
     caller.rest()
     gone = weakref.ref(request), weakref.ref(caller.call)
     del request, caller
-    deadline = time.monotonic() + SECONDS
-    while any(one() is not None for one in gone):
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+    wait_for(lambda: all(reference() is None for reference in gone))
 
 
 def test_a_delivery_keeps_no_event_loop() -> None:

@@ -5,7 +5,6 @@ import os
 import signal
 import socket
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from unittest.mock import Mock
 
@@ -20,6 +19,8 @@ from specjax.server.keys import KeyFile
 from specjax.server.process import Server, bind
 from specjax.server.service import Access, Service
 from specjax.testing import Client, running
+
+from ..support.waiting import wait_for
 
 COMPLETIONS = "/v1/completions"
 LONG = {"prompt": "x", "max_tokens": 120, "ignore_eos": True, "temperature": 0}
@@ -218,8 +219,7 @@ def test_limits_of_bodies_and_of_requests(engine) -> None:
         many = client.post(COMPLETIONS, {"prompt": ["a", "b"], "n": 2})
         assert many.status == 400
         connections = [client.connect("POST", COMPLETIONS, LONG) for _ in range(3)]
-        while client.get("/v1/loads").json()["loads"][0]["num_running_reqs"] < 2:
-            time.sleep(0.001)
+        wait_for(lambda: client.get("/v1/loads").json()["loads"][0]["num_running_reqs"] == 2)
         answer = client.post(COMPLETIONS, LONG)
         assert answer.status == 429
         assert answer.headers["retry-after"] == "1"

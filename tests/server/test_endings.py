@@ -16,16 +16,11 @@ from specjax.server.exchange import ClientGoneError, Exchange
 from specjax.server.fields import ApiError
 from specjax.testing import Client, is_idle, num_held, running
 
+from ..support.waiting import wait_for
+
 COMPLETIONS = "/v1/completions"
 PLAIN: dict[str, Any] = {"headers": []}
 LONG = {"prompt": "x", "max_tokens": 120, "ignore_eos": True, "temperature": 0}
-
-
-def wait_for(condition: Any) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
