@@ -11,7 +11,7 @@ import pytest
 
 from specjax.training.trainer import TrainState, checkpoint_manager, restore_state, save_state
 
-from ..support.damage import Saved
+from .damage import Saved
 
 LONG = (pytest.mark.slow, pytest.mark.long)
 VOCABULARY = np.arange(3, 40, dtype=np.int32)
