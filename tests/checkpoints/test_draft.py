@@ -21,13 +21,7 @@ from specjax.checkpoints import (
     open_draft,
     open_target,
 )
-from specjax.config import (
-    BlockConfig,
-    DraftConfig,
-    Quantization,
-    RopeScaling,
-    TransformerConfig,
-)
+from specjax.config import BlockConfig, DraftConfig, Quantization, RopeScaling, TransformerConfig
 from specjax.models.eagle import build_head
 from specjax.models.flat import FlatModel
 from specjax.testing.files import write_folder

@@ -23,15 +23,7 @@ from specjax.engine.plan import plan_engine
 from specjax.engine.weights import weights_from_tensors
 from specjax.testing import Files
 
-from ..support.quantized_files import (
-    FORMATS,
-    GROUP,
-    edit,
-    logits_of,
-    make,
-    pack,
-    write_tensors,
-)
+from ..support.quantized_files import FORMATS, GROUP, edit, logits_of, make, pack, write_tensors
 
 
 @pytest.mark.slow

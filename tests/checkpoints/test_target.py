@@ -23,13 +23,7 @@ from specjax.models.registry import FAMILIES
 from specjax.testing.files import write_folder
 from specjax.testing.files import write_target as tiny_target
 
-from ..support.checkpoint_files import (
-    CONFIG,
-    QKV,
-    add_biases,
-    target_tensors,
-    write_sharded,
-)
+from ..support.checkpoint_files import CONFIG, QKV, add_biases, target_tensors, write_sharded
 from .layout import check_layout
 
 

@@ -13,12 +13,7 @@ import pytest
 
 from specjax.checkpoints import export_draft
 from specjax.cli.main import main
-from specjax.testing.files import (
-    CONFIG,
-    HEAD,
-    write_head,
-    write_target,
-)
+from specjax.testing.files import CONFIG, HEAD, write_head, write_target
 from specjax.testing.models import copying_head, copying_target
 
 from ..support.block_files import CASES, BlockCase, publish, random_tensors

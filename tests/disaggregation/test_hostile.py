@@ -27,15 +27,7 @@ from specjax.disaggregation.messages import (
 from specjax.disaggregation.remote import RemotePeer
 
 from ..support.waiting import wait_for
-from .hostile import (
-    Answers,
-    Impostor,
-    QuickPeer,
-    hello_of,
-    job_of,
-    send_wrong_frames,
-    wrong_job,
-)
+from .hostile import Answers, Impostor, QuickPeer, hello_of, job_of, send_wrong_frames, wrong_job
 from .peers import SECRET, dialing, raw_lanes
 from .sides import REPORTS, SIZES, wait_until_empty
 
