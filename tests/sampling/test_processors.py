@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax.runtime.runner import ModelRunner
 from specjax.sampling import logit_processor as processors
 from specjax.sampling.logit_processor import LogitInputs, LogitProcessor, NewTokens, adjust_logits
 from specjax.sampling.params import SamplingParams
@@ -16,7 +15,7 @@ from specjax.speculative.tree import chain_input
 from specjax.testing import EAGLE3, adjusted_logits
 from specjax.types import DraftShape, SamplingTable, VerifyInput
 
-from ..support.runners import copied_weights, make_runner
+from ..support.runners import copied_weights, make_runner, new_runner
 from ..support.sampling_tables import sampling_rows
 from ..support.schedulers import Serving
 
@@ -149,9 +148,8 @@ def test_state_follows_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processors, "PROCESSORS", (Remainders(), *processors.PROCESSORS))
     made, found = make_runner(EAGLE3, 3), []
     for shape in DraftShape.chain(0), DraftShape.chain(3), DraftShape(3, 2, 6):
-        runner = ModelRunner(made.networks, replace(made.config, shapes=(shape,)))
-        runner.compile(show_progress=False, on_use=True)
-        runner.load(*copied_weights())
+        config = replace(made.config, shapes=(shape,))
+        runner = new_runner(made.networks, config, *copied_weights())
         requests = []
         for params in KINDS:
             serving = Serving(runner=runner, num_pages=26, run_ahead=1, is_cached=True)

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specjax.runtime.runner import ModelRunner
 from specjax.runtime.runner_config import RunnerConfig
 from specjax.sampling.params import SamplingParams
 from specjax.sampling.table import (
@@ -24,7 +23,7 @@ from specjax.speculative.prefill import Chunk
 from specjax.testing import TARGET
 from specjax.types import NO_DRAFTS
 
-from ..support.runners import make_runner
+from ..support.runners import make_runner, new_runner
 
 V = TARGET.vocab_size
 jit_unpack = jax.jit(unpack_sampling)
@@ -216,9 +215,7 @@ def test_plain_batches_have_a_separate_function_on_gpus():
     made = make_runner()
     given = {field.name: getattr(made.config, field.name) for field in fields(RunnerConfig)}
     config = GpuConfig(**given | {"batch_buckets": (4,), "prefill_buckets": (4,)})
-    runner = ModelRunner(made.networks, config)
-    runner.compile(show_progress=False, on_use=True)
-    runner.load(*made.weights)
+    runner = new_runner(made.networks, config, *made.weights)
     called = []
 
     def spied(name: str):

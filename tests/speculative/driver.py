@@ -12,7 +12,7 @@ from specjax.speculative.prefill import Chunk
 from specjax.testing import Job, Output
 from specjax.types import DraftShape
 
-from ..support.runners import make_runner
+from ..support.runners import make_runner, new_runner
 
 
 @dataclass
@@ -93,9 +93,7 @@ def serve(
 def staged_runner(head: DraftConfig | None, num_steps: int) -> ModelRunner:
     """A runner whose rounds consist of separately compiled stages; else equal to the tiny one."""
     fused = make_runner(head, num_steps)
-    staged = ModelRunner(fused.networks, fused.config)
-    staged.compile(show_progress=False, on_use=True)
-    staged.load(*fused.weights)
+    staged = new_runner(fused.networks, fused.config, *fused.weights)
     staged.watch_rounds(lambda *_: None)
     return staged
 

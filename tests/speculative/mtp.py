@@ -13,12 +13,11 @@ from specjax.models.decoder import CausalLM
 from specjax.models.eagle import MtpHead
 from specjax.models.flat import FlatModel, Weights
 from specjax.models.layers import dense_attention, rotated
-from specjax.runtime.runner import ModelRunner
 from specjax.speculative.multi_layer_eagle import MULTI_LAYER_EAGLE
 from specjax.testing import TARGET, random_weights
 from specjax.testing.dense import dense_attend
 
-from ..support.runners import chains, copied_weights, runner_config
+from ..support.runners import chains, copied_weights, new_runner, runner_config
 
 MODULES = dataclasses.replace(TARGET, num_layers=3)
 WIDTH = 128
@@ -47,10 +46,8 @@ def mtp_runner(steps: tuple[int, ...] = (3,), **changes: Any) -> Any:
     """A compiled runner whose rounds can be watched; cached by its arguments."""
     algorithm = dataclasses.replace(MULTI_LAYER_EAGLE, num_modules=MODULES.num_layers)
     config = runner_config(**{"algorithm": algorithm, "shapes": chains(*steps), **changes})
-    runner = ModelRunner(algorithm.networks(TARGET, MODULES), config)
-    runner.compile(show_progress=False, on_use=True)
-    runner.load(copied_weights()[0], module_weights())
-    return runner
+    networks = algorithm.networks(TARGET, MODULES)
+    return new_runner(networks, config, copied_weights()[0], module_weights())
 
 
 @rotated

@@ -13,13 +13,12 @@ from specjax.engine.args import EngineArgs
 from specjax.engine.plan import plan_engine
 from specjax.runtime.runner import ModelRunner
 from specjax.sampling.params import SamplingParams
-from specjax.speculative.block import DFLASH, DSPARK
-from specjax.testing import TARGET, Job, dense_decode, random_weights
+from specjax.testing import Job, dense_decode
 from specjax.types import NO_DRAFTS, DraftShape, VerifyInput, VerifyOutput
 
 from ..support.model_files import BLOCK, write_block_draft
-from ..support.runners import make_request, make_runner, run_requests, target_model
-from .blocks import CONFIGS
+from ..support.runners import make_request, run_requests
+from .blocks import CONFIGS, block_runner
 from .driver import serve, start
 
 pytestmark = pytest.mark.slow
@@ -34,15 +33,7 @@ def tiers_of(block: int) -> tuple[DraftShape, ...]:
 @pytest.fixture(scope="module", params=CONFIGS)
 def runner(request: pytest.FixtureRequest) -> ModelRunner:
     """A runner with random weights and the target's logits as a part of the Markov head."""
-    config = CONFIGS[request.param]
-    algorithm = {"DSPARK": DSPARK, "DFLASH": DFLASH}[request.param]
-    made = ModelRunner(
-        algorithm.networks(TARGET, config),
-        replace(make_runner().config, algorithm=algorithm, shapes=tiers_of(config.block)),
-    )
-    made.compile(show_progress=False, on_use=True)
-    made.load(target_model()[1], random_weights(made.networks.draft, 6))
-    return made
+    return block_runner(request.param, tiers_of(CONFIGS[request.param].block))
 
 
 RNG = np.random.default_rng(8)

@@ -20,12 +20,11 @@ from specjax.kv.pages import Segments
 from specjax.runtime.runner import ModelRunner
 from specjax.sampling.accept_draws import Acceptance
 from specjax.sampling.params import SamplingParams
-from specjax.speculative.block import DFLASH, DSPARK
 from specjax.speculative.eagle import masked_shapes
 from specjax.speculative.ngram import Ngram
 from specjax.speculative.packing import admit, keep_best, survival, tried_confidences
 from specjax.speculative.tree import chain_input, take
-from specjax.testing import EAGLE3, TARGET, Job, dense_decode, random_weights
+from specjax.testing import EAGLE3, TARGET, Job, dense_decode
 from specjax.types import DraftShape, VerifyInput
 
 from ..support.compilation import counted_compilations
@@ -38,10 +37,9 @@ from ..support.runners import (
     make_runner,
     plain_outputs,
     runner_config,
-    target_model,
 )
 from ..support.schedulers import Forced, Serving
-from .blocks import CONFIGS
+from .blocks import CONFIGS, block_runner
 from .driver import serve, start
 from .identity import JOBS, check, expected
 from .mtp import mtp_runner
@@ -285,18 +283,10 @@ def check_tried(packed: np.ndarray, depth: int) -> None:
             assert found[accepted] > 0
 
 
-def block_runner(name: str) -> ModelRunner:
+def packed_block_runner(name: str) -> ModelRunner:
     """A runner of a block drafter; DSPARK has a confidence head."""
-    config = CONFIGS[name]
-    algorithm = {"DSPARK": DSPARK, "DFLASH": DFLASH}[name]
-    shape = DraftShape(4, 1, 5, config.block, packed=3)
-    made = ModelRunner(
-        algorithm.networks(TARGET, config),
-        replace(make_runner().config, algorithm=algorithm, shapes=(shape,), reads_confidence=True),
-    )
-    made.compile(show_progress=False, on_use=True)
-    made.load(target_model()[1], random_weights(made.networks.draft, 6))
-    return made
+    shape = DraftShape(4, 1, 5, CONFIGS[name].block, packed=3)
+    return block_runner(name, (shape,), reads_confidence=True)
 
 
 class Silent(Ngram):
@@ -319,7 +309,7 @@ def ngram_runner(kind: type[Ngram] = Ngram, **options: Any) -> ModelRunner:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["DSPARK", "DFLASH"])
 def test_block_drafters_change_no_token(name) -> None:
-    runner = block_runner(name)
+    runner = packed_block_runner(name)
     jobs = [replace(job, top_logprobs=None) for job in JOBS[:6]]
     outputs = serve(runner, jobs)
     for job, output in zip(jobs, outputs, strict=True):

@@ -4,7 +4,6 @@ A draft with the target's weights is always right if it reads the same tokens. T
 accepts all drafts, and the KV of both models is the same.
 """
 
-import copy
 import random
 from dataclasses import replace
 from functools import cache
@@ -16,11 +15,10 @@ import pytest
 from specjax.runtime.runner import ModelRunner
 from specjax.sampling.accept_draws import Acceptance
 from specjax.sampling.params import SamplingParams
-from specjax.sampling.table import HostTables
 from specjax.testing import TARGET, Job
 from specjax.types import DraftShape
 
-from ..support.runners import make_request, make_runner, run_requests, target_model
+from ..support.runners import make_request, make_runner, run_requests, target_model, with_weights
 from ..support.schedulers import Serving, forced
 from .driver import start
 from .identity import JOBS, check, expected
@@ -53,15 +51,6 @@ def sharp_weights():
     flat, weights = target_model()
     head = flat.names.index("lm_head.kernel")
     return (*weights[:head], 20 * weights[head], *weights[head + 1 :])
-
-
-def with_weights(made: ModelRunner, target: Any, draft: Any) -> ModelRunner:
-    """A separate runner that shares the compiled functions of another."""
-    runner, config = copy.copy(made), made.config
-    runner.tables = HostTables(config.num_slots, config.pages_per_request, TARGET.vocab_size)
-    runner._slots_on_device = {}
-    runner.load(target, draft)
-    return runner
 
 
 @cache

@@ -7,6 +7,7 @@ with a Markov head, 4 DSpark of SpecForge, 5 and 6 DFlash and DSpark of speculat
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from specjax.config import ModelConfig
 from specjax.testing import letter_tokenizer
 from specjax.testing.files import write_folder
 
-from .checkpoint_files import write_sharded
+from .checkpoint_files import normal, write_sharded
 
 VOCAB, HIDDEN, TARGET_LAYERS = 131, 48, 7
 MODEL = ModelConfig(
@@ -101,9 +102,7 @@ def random_tensors(case: BlockCase, target: Mapping[str, np.ndarray], seed: int)
     ``target`` has ``embed_tokens.weight`` and ``lm_head.weight``, for copies.
     """
     rng = np.random.default_rng(seed)
-
-    def noise(*shape: int) -> np.ndarray:
-        return rng.normal(size=shape).astype(np.float32)
+    noise = partial(normal, rng)
 
     def matrix(rows: int, columns: int, scale: float = 1.5) -> np.ndarray:
         return noise(rows, columns) * np.float32(scale * columns**-0.5)
@@ -435,6 +434,6 @@ def target_at(path: Path, **changes: Any) -> TargetCheckpoint:
 def write_block(path: Path, case: BlockCase) -> Path:
     """Write a drafter with random tensors."""
     rng = np.random.default_rng(0)
-    shared = rng.normal(size=(VOCAB, HIDDEN)).astype(np.float32)
+    shared = normal(rng, VOCAB, HIDDEN)
     copies = {"embed_tokens.weight": shared, "lm_head.weight": shared}
     return publish(case, random_tensors(case, copies, seed=1), path)

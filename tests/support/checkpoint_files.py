@@ -1,6 +1,7 @@
 """Write tiny checkpoints without the package's own name maps."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,10 @@ QKV = ("q_proj", "k_proj", "v_proj")
 Tensors = dict[str, np.ndarray]
 
 
+def normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    return rng.normal(size=shape).astype(np.float32)
+
+
 def _layer(rng: np.random.Generator, prefix: str, in_size: int, dim: int = DIM) -> Tensors:
     shapes = {
         "self_attn.q_proj": (HEADS * dim, in_size),
@@ -72,19 +77,13 @@ def _layer(rng: np.random.Generator, prefix: str, in_size: int, dim: int = DIM) 
         "mlp.down_proj": (HIDDEN, INNER),
         "post_attention_layernorm": (HIDDEN,),
     }
-    return {
-        f"{prefix}.{name}.weight": rng.normal(size=shape).astype(np.float32)
-        for name, shape in shapes.items()
-    }
+    return {f"{prefix}.{name}.weight": normal(rng, *shape) for name, shape in shapes.items()}
 
 
 def target_tensors(*, tied: bool = False, seed: int = 0, dim: int = DIM) -> Tensors:
     """Random tensors of a Llama model under Hugging Face names."""
     rng = np.random.default_rng(seed)
-
-    def noise(*shape: int) -> np.ndarray:
-        return rng.normal(size=shape).astype(np.float32)
-
+    noise = partial(normal, rng)
     tensors = {
         "model.embed_tokens.weight": noise(VOCAB, HIDDEN),
         "model.norm.weight": noise(HIDDEN),
@@ -101,7 +100,7 @@ def add_biases(tensors: Tensors, names: tuple[str, ...], seed: int = 1) -> Tenso
     """Add a random bias to each named projection."""
     rng = np.random.default_rng(seed)
     biases = {
-        name.removesuffix("weight") + "bias": rng.normal(size=value.shape[:1]).astype(np.float32)
+        name.removesuffix("weight") + "bias": normal(rng, *value.shape[:1])
         for name, value in tensors.items()
         if name.removesuffix(".weight").split(".")[-1] in names
     }
@@ -135,10 +134,7 @@ def head_tensors(
 ) -> Tensors:
     """Random tensors of an EAGLE-3 head under published names."""
     rng = np.random.default_rng(seed)
-
-    def noise(*shape: int) -> np.ndarray:
-        return rng.normal(size=shape).astype(np.float32)
-
+    noise = partial(normal, rng)
     tensors = _layer(rng, layer, 2 * HIDDEN)
     tensors |= {f"{layer}.{n}.weight": noise(HIDDEN) for n in ("hidden_norm", "input_layernorm")}
     tensors |= {"fc.weight": noise(HIDDEN, num_features * HIDDEN), "norm.weight": noise(HIDDEN)}
@@ -158,10 +154,10 @@ def eagle_tensors(seed: int = 3, *, bias: bool = True) -> Tensors:
     """Random tensors of an EAGLE-1/2 head under published names."""
     rng = np.random.default_rng(seed)
     tensors = _layer(rng, "layers.0", HIDDEN)
-    tensors["fc.weight"] = rng.normal(size=(HIDDEN, 2 * HIDDEN)).astype(np.float32)
-    tensors["embed_tokens.weight"] = rng.normal(size=(VOCAB, HIDDEN)).astype(np.float32)
+    tensors["fc.weight"] = normal(rng, HIDDEN, 2 * HIDDEN)
+    tensors["embed_tokens.weight"] = normal(rng, VOCAB, HIDDEN)
     if bias:
-        tensors["fc.bias"] = rng.normal(size=(HIDDEN,)).astype(np.float32)
+        tensors["fc.bias"] = normal(rng, HIDDEN)
     return tensors
 
 
@@ -192,7 +188,7 @@ def module_tensors(count: int = 2) -> Tensors:
         shapes = {"input_proj": (HIDDEN, 2 * HIDDEN)}
         shapes |= {f"{name}_layernorm": (HIDDEN,) for name in ("token", "hidden", "final")}
         for name, shape in shapes.items():
-            tensors[f"{prefix}{name}.weight"] = rng.normal(size=shape).astype(np.float32)
+            tensors[f"{prefix}{name}.weight"] = normal(rng, *shape)
     return tensors
 
 

@@ -18,13 +18,6 @@ from specjax.testing import Files
 from specjax.testing.dense import dense_logits
 
 E4M3 = ml_dtypes.float8_e4m3fn
-DTYPES = {
-    "float32": "F32",
-    "int8": "I8",
-    "int32": "I32",
-    "int64": "I64",
-    "float8_e4m3fn": "F8_E4M3",
-}
 GROUP = 24  # neither 32 nor 48 inputs are whole groups
 TOKENS = [3, 1, 4, 15, 9, 26, 5, 35]
 Stored = tuple[
@@ -33,14 +26,7 @@ Stored = tuple[
 
 
 def write_tensors(path: Path, tensors: dict[str, np.ndarray]) -> None:
-    """Write safetensors; the library does not write 8-bit floats from numpy."""
-    header, data = {}, b""
-    for name, x in tensors.items():
-        span = [len(data), len(data) + x.nbytes]
-        header[name] = {"dtype": DTYPES[x.dtype.name], "shape": x.shape, "data_offsets": span}
-        data += np.ascontiguousarray(x).tobytes()
-    text = json.dumps(header).encode()
-    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+    save_file({name: np.asarray(x, order="C") for name, x in tensors.items()}, path)
 
 
 def pack(values: np.ndarray, bits: int) -> np.ndarray:

@@ -13,7 +13,7 @@ import numpy as np
 
 from specjax.config import DraftConfig, ModelConfig
 from specjax.models.decoder import CausalLM
-from specjax.models.flat import FlatModel, Weights
+from specjax.models.flat import FlatModel, Networks, Weights
 from specjax.runtime.runner import ModelRunner
 from specjax.runtime.runner_config import RunnerConfig
 from specjax.sampling.params import SamplingParams
@@ -99,25 +99,36 @@ def runner_config(page_size: int = 4, **changes: Any) -> RunnerConfig:
     return RunnerConfig(**(config | changes))
 
 
+def new_runner(
+    networks: Networks, config: RunnerConfig, target: Weights, draft: Weights
+) -> ModelRunner:
+    """A runner that compiles each function at its first use."""
+    runner = ModelRunner(networks, config)
+    runner.compile(show_progress=False, on_use=True)
+    runner.load(target, draft)
+    return runner
+
+
+def with_weights(runner: ModelRunner, target: Weights, draft: Weights) -> ModelRunner:
+    """A separate runner that shares the compiled functions of another."""
+    runner, config = copy.copy(runner), runner.config
+    runner.tables = HostTables(config.num_slots, config.pages_per_request, TARGET.vocab_size)
+    runner._slots_on_device = {}
+    runner.load(target, draft)
+    return runner
+
+
 @cache
 def _made_runner(head: Any, config: RunnerConfig) -> ModelRunner:
     networks = config.algorithm.networks(TARGET, head, implementation=config.implementation)
-    runner = ModelRunner(networks, config)
-    runner.compile(show_progress=False, on_use=True)
-    runner.load(
-        target_model()[1],
-        head_weights(head) if isinstance(head, (DraftConfig, ModelConfig)) else (),
-    )
-    return runner
+    draft = head_weights(head) if isinstance(head, (DraftConfig, ModelConfig)) else ()
+    return new_runner(networks, config, target_model()[1], draft)
 
 
 def make_runner(
     head: Any = None, num_steps: int = 0, *, rounds: int = 1, **changes: Any
 ) -> ModelRunner:
-    """A runner with random weights, one per set of arguments. Tests clear its slots.
-
-    It compiles each function at its first use.
-    """
+    """A runner with random weights, one per set of arguments. Tests clear its slots."""
     algorithm = changes.pop("algorithm", None) or algorithm_of(head)
     options = {"algorithm": algorithm, "shapes": chains(num_steps)} | changes
     return _made_runner(head, runner_config(rounds_per_dispatch=rounds, **options))
@@ -129,13 +140,9 @@ def copied_runner(
 ) -> ModelRunner:
     """Runner with the copying networks and the same compiled functions; 0 steps is plain."""
     head_config = draft if num_steps else None
-    runner = copy.copy(make_runner(head_config, num_steps, rounds=rounds, **changes))
-    config = runner.config
-    runner.tables = HostTables(config.num_slots, config.pages_per_request, TARGET.vocab_size)
-    runner._slots_on_device = {}
     target, head = copied_weights(draft)
-    runner.load(target, head if num_steps else ())
-    return runner
+    runner = make_runner(head_config, num_steps, rounds=rounds, **changes)
+    return with_weights(runner, target, head if num_steps else ())
 
 
 def make_request(
