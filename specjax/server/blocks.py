@@ -13,7 +13,6 @@ from specjax.server.exchange import dump
 from specjax.server.fields import Body, client_names
 from specjax.server.service import Service
 from specjax.text.parts import TextParts
-from specjax.text.tool_formats import END as CALL_END
 from specjax.text.tool_formats import ToolCall
 
 Kind = Literal["reasoning", "text", "call"]
@@ -49,7 +48,6 @@ class BlocksAnswer(Answer):
         self.blocks: list[Block] = []
         self._parsed = self.new_parts()
         self._is_open = self._has_begun = False
-        self._call_end = 0  # where the text that can follow the last call begins
 
     @abstractmethod
     def response(self, meta: Result, num_reasoning: int) -> Result:
@@ -100,12 +98,7 @@ class BlocksAnswer(Answer):
         return "call" if reason == "stop" and self._parsed.ends_with_call else reason
 
     def _new_events(self, result: Result) -> Iterator[Result]:
-        text = result["text"]
-        # without the text after a call, so that blocks do not depend on how the text was cut
-        while (end := text.find(CALL_END, self._call_end)) >= 0:
-            self._call_end = end + len(CALL_END)
-            yield from self._read(text[: self._call_end], is_final=False)
-        yield from self._read(text, is_final=_is_final(result))
+        yield from self._read(result["text"], is_final=_is_final(result))
         if _is_final(result):
             if not self.blocks:
                 yield from self._grow("text", "")
@@ -116,10 +109,14 @@ class BlocksAnswer(Answer):
         reasoning, content, calls = self._parsed.read(text, is_final=is_final)
         if reasoning:
             yield from self._grow("reasoning", reasoning)
+        for _, call in calls:
+            num_before = max(0, call.at - len(self._parsed.content) + len(content))
+            if before := content[:num_before]:
+                yield from self._grow("text", before)
+            content = content[num_before:]
+            yield from self._grow("call", call.arguments, call if call.id else None)
         if content:
             yield from self._grow("text", content)
-        for _, call in calls:
-            yield from self._grow("call", call.arguments, call if call.id else None)
 
     def _grow(self, kind: Kind, text: str, call: ToolCall | None = None) -> Iterator[Result]:
         if not self._is_open or call is not None or self.blocks[-1].kind != kind:

@@ -72,7 +72,7 @@ class TextParts:
     def read(self, text: str, *, is_final: bool) -> tuple[str, str, list[tuple[int, ToolCall]]]:
         """Read the text so far; return what is new of the reasoning, the content and the calls.
 
-        Calls come with their positions. More arguments of an earlier call have no name and no id.
+        Calls come with their index. More arguments of an earlier call have no name and no id.
         """
         reasoning, answer = "", text
         if self.may_reason:
@@ -81,13 +81,13 @@ class TextParts:
         if not self.is_separate:
             reasoning, content = "", text[: len(text) - len(answer)] + content
         new_calls = []
-        for i, (name, arguments, _) in enumerate(calls):
+        for i, call in enumerate(calls):
             if i == len(self.calls):
                 call_id = self.tools.format.id_form.format(self.tools.new_id())
-                self.calls.append(ToolCall(name, arguments, call_id))
+                self.calls.append(call._replace(id=call_id))
                 new_calls.append((i, self.calls[i]))
-            elif new_arguments := arguments[len(self.calls[i].arguments) :]:
-                self.calls[i] = self.calls[i]._replace(arguments=arguments)
+            elif new_arguments := call.arguments[len(self.calls[i].arguments) :]:
+                self.calls[i] = self.calls[i]._replace(arguments=call.arguments)
                 new_calls.append((i, ToolCall("", new_arguments)))
         begin, self.reasoning = len(self.reasoning), reasoning
         at, self.content = len(self.content), content

@@ -36,6 +36,7 @@ class ToolCall(NamedTuple):
     name: str
     arguments: str  # JSON text of an object
     id: str = ""
+    at: int = 0  # number of characters of the content that come before the call
 
 
 Parsed = tuple[str, list[ToolCall]]
@@ -135,12 +136,17 @@ def _hermes(text: str, names: Collection[str], is_final: bool) -> Parsed:
         call = _call_of(value, names) if end == after or is_last else None
         if end < 0:
             content += text[at:] if is_final and call is None else text[at:begin]
-            return content, calls + ([call] if call else [])
+            return content, calls + _after(content, call)
         end += len(END)
         content += text[at : begin if call else end]
-        calls += [call] if call else []
+        calls += _after(content, call)
         at = end
     return content + text[at : len(text) - (0 if is_final else overlap(text[at:], START))], calls
+
+
+def _after(content: str, *calls: ToolCall | None) -> list[ToolCall]:
+    """Calls with their place after a content, without its white space at the end."""
+    return [call._replace(at=len(content.rstrip())) for call in calls if call is not None]
 
 
 def _llama3(text: str, names: Collection[str], is_final: bool) -> Parsed:
@@ -171,7 +177,9 @@ def _mistral(text: str, names: Collection[str], is_final: bool) -> Parsed:
         if not (new_calls := _calls_of(value, names)):
             return text, []
         calls += new_calls
-    return (text[:begin], calls) if calls and at == len(text) else (text, [])
+    if not calls or at < len(text):
+        return text, []
+    return text[:begin], _after(text[:begin], *calls)
 
 
 def _pythonic(text: str, names: Collection[str], is_final: bool) -> Parsed:

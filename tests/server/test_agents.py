@@ -16,7 +16,7 @@ from specjax.server.responses import ResponseAnswer, read_input
 from specjax.testing import Client, Files, running
 from specjax.testing.files import EOS_ID, letter_tokenizer, write_tokenizer
 from specjax.text.parts import TextParts, Tools
-from specjax.text.tool_formats import HERMES, ToolCall
+from specjax.text.tool_formats import FORMATS, HERMES, ToolCall
 
 from .conftest import served
 
@@ -333,8 +333,10 @@ def test_ends(agents: Client) -> None:
 META = {"prompt_tokens": 9, "cached_tokens": 4, "completion_tokens": 5}
 
 
-def stub_answer() -> ResponseAnswer:
-    tools = Tools(names=["f"], format=HERMES, new_id=new_id)
+HERMES_TOOLS = Tools(names=["f"], format=HERMES, new_id=new_id)
+
+
+def stub_answer(tools: Tools = HERMES_TOOLS) -> ResponseAnswer:
     return ResponseAnswer(
         id="resp_1",
         model="tiny",
@@ -358,6 +360,15 @@ def test_blocks_are_in_the_order_of_the_text(step: int) -> None:
     call = "function_call"
     assert kinds == ["reasoning", "message", call, "message", call, call, "message"]
     assert body["usage"]["input_tokens_details"] == {"cached_tokens": 4, "cache_write_tokens": 0}
+
+
+def test_text_before_calls_of_mistral_is_the_first_block() -> None:
+    tools = Tools(names=["f"], format=FORMATS["mistral"], new_id=new_id)
+    text = 'Yes. [TOOL_CALLS]f[ARGS]{"a": 1}'
+    result = {"text": text, "output_ids": [0], "meta_info": META | {"finish_reason": STOP}}
+    body = json.loads(stub_answer(tools).body([result]))
+    assert [item["type"] for item in body["output"]] == ["message", "function_call"]
+    assert body["output"][0]["content"][0]["text"] == "Yes."
 
 
 def test_adjacent_items_of_the_assistant_are_one_message() -> None:

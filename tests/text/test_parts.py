@@ -73,8 +73,8 @@ def test_a_required_call_grows_after_reasoning(kind: str, call_id: str) -> None:
     )
     cut = text.index("[1") + 2
     assert parts.read("why", is_final=False) == ("why", "", [])
-    assert parts.read(text[:cut], is_final=False)[2] == [(0, ("f", '{"x": [1', call_id))]
+    assert parts.read(text[:cut], is_final=False)[2] == [(0, ("f", '{"x": [1', call_id, 0))]
     assert not parts.ends_with_call
-    assert parts.read(text, is_final=True) == ("", "", [(0, ("", ', "}"]}', ""))])
+    assert parts.read(text, is_final=True) == ("", "", [(0, ("", ', "}"]}', "", 0))])
     assert parts.ends_with_call
     assert (parts.reasoning, parts.content) == ("why", "")

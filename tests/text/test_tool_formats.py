@@ -93,8 +93,17 @@ OTHERS = [
 
 
 @pytest.mark.parametrize(("kind", "text", "parsed"), EXAMPLES)
-def test_published_examples(kind: str, text: str, parsed: object) -> None:
-    assert FORMATS[kind].parse(text, NAMES) == parsed
+def test_published_examples(kind: str, text: str, parsed: tuple[str, list[ToolCall]]) -> None:
+    content, expected = parsed
+    placed = [call._replace(at=len(content)) for call in expected]
+    assert FORMATS[kind].parse(text, NAMES) == (content, placed)
+
+
+def test_calls_have_their_place_in_the_content() -> None:
+    call = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
+    content, found = FORMATS["hermes"].parse(f"A \n{call}{call} B{call}\n", NAMES)
+    assert content == "A \n B"
+    assert [content[: call.at] for call in found] == ["A", "A", "A \n B"]
 
 
 @pytest.mark.parametrize(("kind", "text"), OTHERS)
@@ -200,10 +209,10 @@ def test_marks_in_strings_are_text(
             for name, values in given_calls
         ]
         given_calls = renamed  # type: ignore[assignment]
-    found = calls(*given_calls)
-    text = written(kind, found, is_spaced)
+    text = written(kind, calls(*given_calls), is_spaced)
     parser = {"list": "mistral", "args": "mistral", "id": "mistral"}.get(kind, kind)
     content = "Now:" if text.startswith("Now:") else ""
+    found = [call._replace(at=len(content)) for call in calls(*given_calls)]
     assert FORMATS[parser].parse(text, NAMES) == (content, found)
     for end in range(0, len(text), 1 + len(text) // 40):
         part, some = FORMATS[parser].parse(text[:end], NAMES, is_final=False)
