@@ -20,7 +20,7 @@ Tops = Sequence[Sequence[TokenLogprob] | None]
 # JSON has no infinity; a token that a filter has removed gets this log-probability.
 LEAST = -9999.0
 MAX_LOGPROBS = 20
-_HOLE = "\0"
+HOLE = "\0"
 _DONE = b"data: [DONE]\n\n"
 # ``meta_info`` fields to omit: the response has them elsewhere, or they are as long as the text.
 _LONG = frozenset(
@@ -224,8 +224,8 @@ class ChoicesAnswer(Answer):
         }
 
     def _template(self, index: int, sent: Cursor) -> tuple[str, str]:
-        choice = {"index": index} | self.piece(_HOLE) | {"logprobs": None, "finish_reason": None}
-        before, _, after = self._event([choice]).rpartition(quote(_HOLE))
+        choice = {"index": index} | self.piece(HOLE) | {"logprobs": None, "finish_reason": None}
+        before, _, after = self._event([choice]).rpartition(quote(HOLE))
         sent.template = before, after
         return before, after
 
@@ -264,6 +264,22 @@ def speculative_metrics(metas: Sequence[Result]) -> Result | None:
             "num_spec_tokens": len(histogram) - 1,
         }
     }
+
+
+def token_logprobs(texts: TokenTexts, chosen: Sequence[TokenLogprob], tops: Tops) -> list[Result]:
+    """Return an entry per token, with its best alternatives if there are ``tops``."""
+
+    def entry(value: float | None, token: int) -> Result:
+        assert value is not None
+        text, data = texts.of(token)
+        return {"token": text, "logprob": finite(value), "bytes": list(data)}
+
+    entries = []
+    for i, (value, token, _) in enumerate(chosen):
+        best = (tops[i] or ()) if tops else ()
+        alternatives = [entry(top, other) for top, other, _ in best]
+        entries.append(entry(value, token) | {"top_logprobs": alternatives})
+    return entries
 
 
 def finite(value: float) -> float:

@@ -7,11 +7,12 @@ from typing import Any, Literal
 
 from specjax.scheduling.loop import Call
 from specjax.scheduling.request import new_id
-from specjax.server.answers import Answer, Result
+from specjax.server.answers import HOLE, Answer, Result, quote, token_logprobs
 from specjax.server.conversation import Conversation
 from specjax.server.exchange import dump
 from specjax.server.fields import Body, client_names
 from specjax.server.service import Service
+from specjax.text.completion import TokenTexts
 from specjax.text.parts import TextParts
 from specjax.text.tool_formats import ToolCall
 
@@ -28,6 +29,9 @@ class Block:
     text: str = ""  # of a call, the arguments
     id: str = field(default_factory=new_id)
     is_cut: bool = False  # it ends because the answer must
+    logprobs: list[Result] = field(default_factory=list)  # of the tokens of a text, if requested
+    new_logprobs: list[Result] = field(default_factory=list)  # those that no event has had
+    template: tuple[str, str] | None = None  # the parts of an event before and after its text
 
 
 @dataclass(eq=False, kw_only=True)
@@ -41,13 +45,15 @@ class BlocksAnswer(Answer):
     model: str
     new_parts: Callable[[], TextParts]
     reasoning_end: int | None = None  # id of the token that ends the reasoning
-    text_only = True
-    wants_logprobs = False
+    texts: TokenTexts
+    wants_logprobs: bool = False
 
     def __post_init__(self) -> None:
+        self.text_only = not self.wants_logprobs
         self.blocks: list[Block] = []
         self._parsed = self.new_parts()
         self._is_open = self._has_begun = False
+        self._num_scored = 0  # number of tokens that need no log-probability any more
 
     @abstractmethod
     def response(self, meta: Result, num_reasoning: int) -> Result:
@@ -73,6 +79,14 @@ class BlocksAnswer(Answer):
     def end(self, meta: Result, num_reasoning: int) -> Iterator[Result]:
         """Yield the last events of a stream."""
 
+    def tail(self) -> str:
+        """Return the end of the next event's JSON object: what no template can hold."""
+        return "}"
+
+    def event(self, event: Result) -> bytes:
+        """Return a server-sent event that has the name of its type."""
+        return f"event: {event['type']}\ndata: {dump(event)[:-1]}{self.tail()}\n\n".encode()
+
     def body(self, results: Sequence[Result]) -> bytes:
         (result,) = results
         for _ in self._new_events(result):
@@ -80,14 +94,15 @@ class BlocksAnswer(Answer):
         return dump(self.response(result["meta_info"], self._num_reasoning(result))).encode()
 
     def chunk(self, result: Result) -> bytes:
-        events: list[Result] = []
+        events: list[bytes] = []
         if not self._has_begun:
             self._has_begun = True
-            events += self.begin()
+            events += map(self.event, self.begin())
         events += self._new_events(result)
         if _is_final(result):
-            events += self.end(result["meta_info"], self._num_reasoning(result))
-        return b"".join(map(event_bytes, events))
+            num_reasoning = self._num_reasoning(result)
+            events += map(self.event, self.end(result["meta_info"], num_reasoning))
+        return b"".join(events)
 
     def closing(self) -> bytes:
         return b""
@@ -97,15 +112,17 @@ class BlocksAnswer(Answer):
         reason: str = meta["finish_reason"]["type"]
         return "call" if reason == "stop" and self._parsed.ends_with_call else reason
 
-    def _new_events(self, result: Result) -> Iterator[Result]:
+    def _new_events(self, result: Result) -> Iterator[bytes]:
+        self._result = result
         yield from self._read(result["text"], is_final=_is_final(result))
         if _is_final(result):
             if not self.blocks:
                 yield from self._grow("text", "")
+            self._score(self.blocks[-1])
             self.blocks[-1].is_cut = result["meta_info"]["finish_reason"]["type"] != "stop"
             yield from self._close()
 
-    def _read(self, text: str, *, is_final: bool) -> Iterator[Result]:
+    def _read(self, text: str, *, is_final: bool) -> Iterator[bytes]:
         reasoning, content, calls = self._parsed.read(text, is_final=is_final)
         if reasoning:
             yield from self._grow("reasoning", reasoning)
@@ -118,21 +135,45 @@ class BlocksAnswer(Answer):
         if content:
             yield from self._grow("text", content)
 
-    def _grow(self, kind: Kind, text: str, call: ToolCall | None = None) -> Iterator[Result]:
+    def _grow(self, kind: Kind, text: str, call: ToolCall | None = None) -> Iterator[bytes]:
         if not self._is_open or call is not None or self.blocks[-1].kind != kind:
             yield from self._close()
             self.blocks.append(Block(kind, len(self.blocks), call))
             self._is_open = True
-            yield from self.begin_block(self.blocks[-1])
+            yield from map(self.event, self.begin_block(self.blocks[-1]))
         block = self.blocks[-1]
         block.text += text
         if text:
-            yield self.grow_block(block, text)
+            self._score(block)
+            yield self._delta(block, text)
 
-    def _close(self) -> Iterator[Result]:
+    def _delta(self, block: Block, text: str) -> bytes:
+        """Return the event for new text, which a template of the block needs only to hold."""
+        if self.wants_logprobs:
+            return self.event(self.grow_block(block, text))
+        if block.template is None:
+            event = self.grow_block(block, HOLE)
+            before, _, after = dump(event)[:-1].rpartition(quote(HOLE))
+            block.template = f"event: {event['type']}\ndata: {before}", after
+        before, after = block.template
+        return f"{before}{quote(text)}{after}{self.tail()}\n\n".encode()
+
+    def _score(self, block: Block) -> None:
+        """Give a block of text the log-probabilities of tokens after the reasoning."""
+        if not self.wants_logprobs or block.kind != "text":
+            return
+        meta = self._result["meta_info"]
+        begin = max(self._num_scored, self._num_reasoning(self._result))
+        chosen = meta["output_token_logprobs"][begin:]
+        tops = meta.get("output_top_logprobs", [])[begin:]
+        self._num_scored = begin + len(chosen)
+        block.new_logprobs = token_logprobs(self.texts, chosen, tops)
+        block.logprobs += block.new_logprobs
+
+    def _close(self) -> Iterator[bytes]:
         if self._is_open:
             self._is_open = False
-            yield from self.end_block(self.blocks[-1])
+            yield from map(self.event, self.end_block(self.blocks[-1]))
 
     def _num_reasoning(self, result: Result) -> int:
         """Count the tokens of the reasoning with its tags."""
@@ -151,24 +192,28 @@ def make_call(
     id_prefix: str,
     prompt: str,
     names: dict[str, str],
+    num_top: int | None = None,
 ) -> tuple[Call, dict[str, Any]]:
     """Make the engine's call for one answer; also return the fields of a :class:`BlocksAnswer`.
 
     ``prompt`` is the field of the history, and ``names`` are the client's names of parameters.
+    ``num_top`` is the number of top log-probabilities; with ``None`` there are none at all.
     """
     is_stream, request_id = body.flag("stream"), f"{id_prefix}_{new_id()}"
     with client_names(prompt, body.sources, **names):
         call, new_parts = conversation.make_call(
-            body, request_id, is_stream=is_stream, is_separate=True
+            body, request_id, is_stream=is_stream, is_separate=True, num_top=num_top
         )
     tags = service.engine.reasoning
     end = None if tags is None else tags.end
-    return call, {"id": request_id, "model": model, "new_parts": new_parts, "reasoning_end": end}
-
-
-def event_bytes(event: Result) -> bytes:
-    """Return a server-sent event that has the name of its type."""
-    return f"event: {event['type']}\ndata: {dump(event)}\n\n".encode()
+    return call, {
+        "id": request_id,
+        "model": model,
+        "new_parts": new_parts,
+        "reasoning_end": end,
+        "texts": service.texts,
+        "wants_logprobs": num_top is not None,
+    }
 
 
 def _is_final(result: Result) -> bool:

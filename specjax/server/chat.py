@@ -8,7 +8,14 @@ from typing import Any
 from specjax.checks import short
 from specjax.scheduling.loop import Call
 from specjax.scheduling.request import TokenLogprob, new_id
-from specjax.server.answers import MAX_LOGPROBS, ChoicesAnswer, Cursor, Result, Tops, finite
+from specjax.server.answers import (
+    MAX_LOGPROBS,
+    ChoicesAnswer,
+    Cursor,
+    Result,
+    Tops,
+    token_logprobs,
+)
 from specjax.server.conversation import Conversation, effort_variables, make_message
 from specjax.server.fields import ApiError, Body, client_names
 from specjax.server.parameters import take_output
@@ -134,19 +141,7 @@ class ChatAnswer(ChoicesAnswer):
         return {"delta": {"content": text} if text else {}}
 
     def logprobs(self, sent: Cursor, chosen: Sequence[TokenLogprob], tops: Tops) -> Result:
-        """Return one entry per completion token."""
-
-        def entry(value: float | None, token: int) -> Result:
-            assert value is not None
-            text, data = self.texts.of(token)
-            return {"token": text, "logprob": finite(value), "bytes": list(data)}
-
-        content = []
-        for i, (value, token, _) in enumerate(chosen):
-            best = (tops[i] or ()) if tops else ()
-            alternatives = [entry(top, other) for top, other, _ in best]
-            content.append(entry(value, token) | {"top_logprobs": alternatives})
-        return {"content": content, "refusal": None}
+        return {"content": token_logprobs(self.texts, chosen, tops), "refusal": None}
 
 
 def _call(call: ToolCall) -> Result:

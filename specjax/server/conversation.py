@@ -154,17 +154,30 @@ def _check_tools(tools: Any, choice: Any, is_parallel: bool, tool_format: ToolFo
         names.append(name)
     if len(set(names)) < len(names):
         raise ApiError(400, f"tools must not repeat a name; got {short(names)}", param="tools")
+    if get(choice, "type") == "allowed_tools":
+        choice, names = _take_allowed(choice, names)
     is_required = choice == "required" or isinstance(choice, dict)
     if isinstance(choice, dict):
         if (name := get(choice, "function", "name")) not in names:
             raise bad_value("tool_choice", choice, f"must name one of the tools {short(names)}")
         names, is_parallel = [name], False
     elif choice not in ("none", "auto", "required"):
-        raise bad_value("tool_choice", choice, "must be none, auto, required or a function")
-    elif is_required and not tools:
+        demand = "must be none, auto, required, a function or allowed_tools"
+        raise bad_value("tool_choice", choice, demand)
+    elif is_required and not names:
         raise ApiError(400, "tool_choice='required' needs tools", param="tool_choice")
     names = [] if choice == "none" else names
     return Tools(tools, names, is_required, is_parallel, tool_format, new_id)
+
+
+def _take_allowed(choice: dict[str, Any], names: Sequence[str]) -> tuple[str, list[str]]:
+    """The mode of a choice among some of the tools, and their names."""
+    mode, tools = (get(choice, "allowed_tools", key) for key in ("mode", "tools"))
+    chosen = [get(tool, "function", "name") for tool in tools] if isinstance(tools, list) else [0]
+    if mode not in ("auto", "required") or not all(name in names for name in chosen):
+        demand = f"must have the mode auto or required, and only tools of {short(names)}"
+        raise bad_value("tool_choice", choice, demand)
+    return mode, [name for name in names if name in chosen]
 
 
 def merge_system(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ import msgspec
 from specjax.checks import CONTEXT_EXCEEDED
 from specjax.scheduling.loop import Call
 from specjax.server.answers import Result
-from specjax.server.blocks import Block, BlocksAnswer, event_bytes, make_call
+from specjax.server.blocks import Block, BlocksAnswer, make_call
 from specjax.server.conversation import Conversation, effort_variables, merge_system, texts_of
 from specjax.server.exchange import dump
 from specjax.server.fields import (
@@ -254,7 +254,7 @@ class MessageAnswer(BlocksAnswer):
         yield {"type": "message_stop"}
 
     def failed(self, error: ApiError) -> bytes:
-        return event_bytes(_error(error))
+        return self.event(_error(error))
 
     def _message(self, content: list[Result], **fields: Any) -> Result:
         return {

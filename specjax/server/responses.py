@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from specjax.scheduling.loop import Call
-from specjax.server.answers import Result
-from specjax.server.blocks import Block, BlocksAnswer, event_bytes, make_call
+from specjax.server.answers import MAX_LOGPROBS, Result
+from specjax.server.blocks import Block, BlocksAnswer, make_call
 from specjax.server.conversation import (
     Conversation,
     effort_variables,
@@ -25,6 +25,7 @@ from specjax.server.fields import ApiError, Body, bad_value, get
 from specjax.server.service import Service
 
 _ENCRYPTED = "reasoning.encrypted_content"
+_LOGPROBS = "message.output_text.logprobs"
 _TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 _STATELESS = "this server keeps no responses; send the whole history in input"
 # fields of a request that need what the server does not have, and values that ask for nothing
@@ -33,7 +34,6 @@ _REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "conversation": (_STATELESS, ()),
     "prompt": ("this server keeps no prompts; send instructions and input", ()),
     "background": ("requests are synchronous", (False,)),
-    "top_logprobs": ("use /v1/chat/completions", (0,)),
     "n": ("a response has one answer; use /v1/chat/completions", (1,)),
 }
 _IGNORED = ("client_metadata", "max_tool_calls", "stream_options", "truncation", "moderation")
@@ -54,9 +54,13 @@ def read_response(service: Service, body: Body) -> tuple[Call, "ResponseAnswer"]
         if not isinstance(fields[name], dict | None):
             raise bad_value(name, fields[name], "must be an object")
     include = body.take("include", [])
-    if not isinstance(include, list) or "message.output_text.logprobs" in include:
-        demand = "must be a list without message.output_text.logprobs; use /v1/chat/completions"
-        raise bad_value("include", include, demand)
+    if not isinstance(include, list):
+        raise bad_value("include", include, "must be a list")
+    wants_logprobs = _LOGPROBS in include
+    num_top = body.integer("top_logprobs", 0, at_least=0, at_most=MAX_LOGPROBS)
+    if num_top and not wants_logprobs:
+        message = f"top_logprobs={num_top} needs include=[{_LOGPROBS!r}]"
+        raise ApiError(400, message, param="top_logprobs")
     is_parallel = body.flag("parallel_tool_calls", True)
     tools = read_tools(service, fields["tools"] or [])
     variables = effort_variables("reasoning.effort", get(fields["reasoning"], "effort"))
@@ -65,15 +69,25 @@ def read_response(service: Service, body: Body) -> tuple[Call, "ResponseAnswer"]
         merge_system(read_input(body.take("input", []), fields["instructions"])),
         variables | {"add_generation_prompt": True},
         tools=tools,
-        choice=read_choice(fields["tool_choice"] or "auto"),
+        choice=read_choice(service, fields["tool_choice"] or "auto"),
         is_parallel=is_parallel,
     )
+    if wants_logprobs and conversation.tools.names:
+        demand = "is not supported with tools; set tool_choice='none' or use /v1/chat/completions"
+        raise bad_value("include", include, demand)
     limit = body.take("max_output_tokens")
     body.put("max_tokens", limit)
     body.put("response_format", _response_format(get(fields["text"], "format")))
     names = {"max_new_tokens": "max_output_tokens", "response_format": "text.format"}
     call, common = make_call(
-        service, body, model, conversation, id_prefix="resp", prompt="input", names=names
+        service,
+        body,
+        model,
+        conversation,
+        id_prefix="resp",
+        prompt="input",
+        names=names | {"top_logprobs_num": "top_logprobs"},
+        num_top=num_top if wants_logprobs else None,
     )
     params = call.requests[0].params
     return call, ResponseAnswer(
@@ -90,6 +104,7 @@ def read_response(service: Service, body: Body) -> tuple[Call, "ResponseAnswer"]
             "text": fields["text"] or {"format": {"type": "text"}},
             "tool_choice": fields["tool_choice"] or "auto",
             "tools": fields["tools"] or [],
+            "top_logprobs": num_top,
             "top_p": params.top_p,
             "truncation": "disabled",
             "user": fields["user"],
@@ -114,13 +129,17 @@ def read_tools(service: Service, tools: Any) -> Any:
     return functions
 
 
-def read_choice(choice: Any) -> Any:
+def read_choice(service: Service, choice: Any) -> Any:
     """Bring ``tool_choice`` into the form of chat completions."""
-    if get(choice, "type") == "function":
-        return {"type": "function", "function": {"name": choice.get("name")}}
-    if isinstance(choice, dict):
-        raise bad_value("tool_choice", choice, "must be none, auto, required or a function")
-    return choice
+    if not isinstance(choice, dict):
+        return choice
+    if (kind := choice.get("type")) == "function":
+        return {"type": kind, "function": {"name": choice.get("name")}}
+    if kind == "allowed_tools":
+        tools = read_tools(service, choice.get("tools"))
+        return {"type": kind, kind: {"mode": choice.get("mode"), "tools": tools}}
+    demand = "must be none, auto, required, a function or allowed_tools"
+    raise bad_value("tool_choice", choice, demand)
 
 
 def _response_format(text_format: Any) -> Any:
@@ -181,6 +200,10 @@ def read_input(items: Any, instructions: Any = None) -> list[dict[str, Any]]:
             turn = message if message["role"] == "assistant" else None
         else:
             demand = f"is not supported in {where}; send messages, function calls and reasoning"
+            if kind == "item_reference":  # clients name earlier items that a server has stored
+                demand = (
+                    f"in {where} names nothing: {_STATELESS}, which clients do with store=false"
+                )
             raise bad_value("input.type", kind, demand, code="unsupported_field")
     return messages or [{"role": "user", "content": ""}]
 
@@ -212,9 +235,10 @@ class ResponseAnswer(BlocksAnswer):
         self._num_events = 0
 
     def response(self, meta: Result, num_reasoning: int) -> Result:
-        kind, items = self.stop_kind(meta), [self._item(block) for block in self.blocks]
-        status = {"length": "incomplete", "abort": "cancelled"}.get(kind, "completed")
-        details = {"reason": "max_output_tokens"} if kind == "length" else None
+        reason = {"length": "max_output_tokens", "abort": "abort"}.get(self.stop_kind(meta))
+        status = "completed" if reason is None else "incomplete"
+        details = None if reason is None else {"reason": reason}
+        items = [self._item(block) for block in self.blocks]
         prompt, output = meta["prompt_tokens"], meta["completion_tokens"]
         usage = {
             "input_tokens": prompt,
@@ -232,13 +256,15 @@ class ResponseAnswer(BlocksAnswer):
 
     def begin(self) -> Iterator[Result]:
         for kind in ("created", "in_progress"):
-            yield self._event(f"response.{kind}", response=self._response("in_progress"))
+            yield _event(f"response.{kind}", response=self._response("in_progress"))
 
     def begin_block(self, block: Block) -> Iterator[Result]:
         item = self._item(block, is_new=True)
-        yield self._event("response.output_item.added", output_index=block.index, item=item)
+        yield _event("response.output_item.added", output_index=block.index, item=item)
         if block.kind != "call":
-            yield self._of_part(block, "response.content_part.added", part=_part(block, ""))
+            yield self._of_part(
+                block, "response.content_part.added", part=_part(block, is_new=True)
+            )
 
     def grow_block(self, block: Block, text: str) -> Result:
         return self._of_part(block, f"response.{_NAMES[block.kind]}.delta", delta=text)
@@ -250,20 +276,23 @@ class ResponseAnswer(BlocksAnswer):
             yield self._of_part(block, done, arguments=block.text, name=block.call.name)
         else:
             yield self._of_part(block, done, text=block.text)
-            content_part = _part(block, block.text)
-            yield self._of_part(block, "response.content_part.done", part=content_part)
+            yield self._of_part(block, "response.content_part.done", part=_part(block))
         item = self._item(block)
-        yield self._event("response.output_item.done", output_index=block.index, item=item)
+        yield _event("response.output_item.done", output_index=block.index, item=item)
 
     def end(self, meta: Result, num_reasoning: int) -> Iterator[Result]:
         response = self.response(meta, num_reasoning)
-        kind = "incomplete" if response["status"] == "incomplete" else "completed"
-        yield self._event(f"response.{kind}", response=response)
+        yield _event(f"response.{response['status']}", response=response)
 
     def failed(self, error: ApiError) -> bytes:
         reason = {"code": "server_error", "message": error.message}
         response = self._response("failed", error=reason)
-        return event_bytes(self._event("response.failed", response=response))
+        return self.event(_event("response.failed", response=response))
+
+    def tail(self) -> str:
+        number = self._num_events
+        self._num_events += 1
+        return f',"sequence_number":{number}}}'
 
     def _response(self, status: str, *, completed: bool = False, **fields: Any) -> Result:
         return {
@@ -283,23 +312,19 @@ class ResponseAnswer(BlocksAnswer):
             **fields,
         }
 
-    def _event(self, kind: str, **fields: Any) -> Result:
-        event = {"type": kind, "sequence_number": self._num_events, **fields}
-        self._num_events += 1
-        return event
-
     def _of_part(self, block: Block, kind: str, **fields: Any) -> Result:
         place = {"item_id": _item_id(block), "output_index": block.index}
         if block.kind != "call":
             place["content_index"] = 0
         if kind.startswith("response.output_text"):
-            fields["logprobs"] = []
-        return self._event(kind, **place, **fields)
+            is_delta = kind.endswith(".delta")
+            fields["logprobs"] = block.new_logprobs if is_delta else block.logprobs
+        return _event(kind, **place, **fields)
 
     def _item(self, block: Block, *, is_new: bool = False) -> Result:
         """An item of the output; a new one has no text yet."""
         status = "in_progress" if is_new else "incomplete" if block.is_cut else "completed"
-        kind, content = _TYPES[block.kind][0], [] if is_new else [_part(block, block.text)]
+        kind, content = _TYPES[block.kind][0], [] if is_new else [_part(block)]
         item: Result = {"id": _item_id(block), "type": kind, "status": status}
         if block.kind == "text":
             return item | {"role": "assistant", "content": content}
@@ -324,7 +349,13 @@ def _item_id(block: Block) -> str:
     return f"{_TYPES[block.kind][1]}_{block.id}"
 
 
-def _part(block: Block, text: str) -> Result:
+def _event(kind: str, **fields: Any) -> Result:
+    return {"type": kind, **fields}
+
+
+def _part(block: Block, *, is_new: bool = False) -> Result:
+    """The content of an item; a new one has no text yet."""
+    text, logprobs = ("", []) if is_new else (block.text, block.logprobs)
     if block.kind == "reasoning":
         return {"type": "reasoning_text", "text": text}
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}

@@ -78,7 +78,8 @@ async def version(service: Service, exchange: Exchange) -> Json:
 
 
 async def models(service: Service, exchange: Exchange) -> Json:
-    return {"object": "list", "data": [_model_card(service)]}
+    # Codex needs the field "models"; an entry there would replace its system prompt
+    return {"object": "list", "data": [_model_card(service)], "models": []}
 
 
 async def model(service: Service, exchange: Exchange) -> Json:

@@ -2,6 +2,7 @@
 
 import json
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,9 +11,11 @@ from specjax import Engine
 from specjax.scheduling.request import new_id
 from specjax.server import make_app
 from specjax.server.blocks import Block
+from specjax.server.conversation import Conversation
 from specjax.server.fields import ApiError
 from specjax.server.messages import content_of, error_json, read_tools
-from specjax.server.responses import ResponseAnswer, read_input
+from specjax.server.responses import ResponseAnswer, read_choice, read_input
+from specjax.server.responses import read_tools as read_functions
 from specjax.testing import Client, Files, running
 from specjax.testing.files import EOS_ID, letter_tokenizer, write_tokenizer
 from specjax.text.parts import TextParts, Tools
@@ -172,7 +175,11 @@ def events(client: Client, path: str, body: Answer) -> list[Answer]:
     """The events of a stream, each of which has the name of its type."""
     answer = client.post(path, body | {"stream": True})
     assert answer.status == 200
-    *blocks, end = answer.body.decode().split("\n\n")
+    return parse_events(answer.body)
+
+
+def parse_events(data: bytes) -> list[Answer]:
+    *blocks, end = data.decode().split("\n\n")
     assert end == ""
     parsed = []
     for block in blocks:
@@ -342,6 +349,7 @@ def stub_answer(tools: Tools = HERMES_TOOLS) -> ResponseAnswer:
         model="tiny",
         new_parts=partial(TextParts, tools=tools, may_reason=True),
         request={},
+        texts=None,  # type: ignore[arg-type]
     )
 
 
@@ -352,8 +360,7 @@ def test_blocks_are_in_the_order_of_the_text(step: int) -> None:
     result = {"text": text, "output_ids": [0], "meta_info": META | {"finish_reason": STOP}}
     answer = stub_answer()
     chunks = [answer.chunk({"text": text[:end]}) for end in range(step, len(text), step)]
-    stream = b"".join([*chunks, answer.chunk(result)]).decode().split("\n\n")[:-1]
-    streamed = replay_response([json.loads(event.partition("data: ")[2]) for event in stream])
+    streamed = replay_response(parse_events(b"".join([*chunks, answer.chunk(result)])))
     body = json.loads(stub_answer().body([result]))
     assert without_ids(streamed) == without_ids(body)
     kinds = [item["type"] for item in body["output"]]
@@ -401,6 +408,67 @@ def test_a_long_prompt_has_the_words_that_clients_recognise() -> None:
     assert message == "prompt is too long: 9 tokens"
 
 
+LOGPROBS = "message.output_text.logprobs"
+
+
+def allowed(mode: str, *names: str) -> Answer:
+    tools = [{"type": "function", "name": name} for name in names]
+    return {"type": "allowed_tools", "mode": mode, "tools": [*tools, {"type": "web_search"}]}
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_only_allowed_tools_may_be_called(mode: str) -> None:
+    engine = SimpleNamespace(tool_call_parser="hermes")
+    tokenizer = SimpleNamespace(chat_template="{{ tools }}")
+    service: Any = SimpleNamespace(engine=engine, tokenizer=tokenizer, ignored_fields=set())
+    tools = read_functions(service, [{"type": "function", "name": name} for name in "fgh"])
+    variables: Answer = {}
+    choice = read_choice(service, allowed(mode, "h", "g"))
+    options = {"tools": tools, "choice": choice, "is_parallel": True}
+    made = Conversation(service, [], variables, **options).tools
+    assert (made.names, made.is_required, made.is_parallel) == (
+        ["g", "h"],
+        mode == "required",
+        True,
+    )
+    assert variables["tools"] == tools  # the prompt, and so its prefix in the cache, is the same
+
+
+@pytest.mark.parametrize("reason", ["length", "abort"])
+def test_a_cut_answer_is_incomplete(reason: str) -> None:
+    meta = META | {"finish_reason": {"type": reason}}
+    data = stub_answer().chunk({"text": "A", "output_ids": [0], "meta_info": meta})
+    *_, item, last = parse_events(data)
+    assert item["item"]["status"] == "incomplete"
+    assert (last["type"], last["response"]["status"]) == ("response.incomplete", "incomplete")
+    expected = {"length": "max_output_tokens", "abort": "abort"}[reason]
+    assert last["response"]["incomplete_details"] == {"reason": expected}
+
+
+def test_logprobs_are_those_of_chat(client: Client) -> None:
+    body: Answer = HELLO | {"include": [LOGPROBS], "top_logprobs": 2, "seed": 3}
+    messages = [{"role": "user", "content": HELLO["input"]}]
+    ask = {"messages": messages, "max_tokens": 3, "logprobs": True, "top_logprobs": 2, "seed": 3}
+    expected = client.post(CHAT, ask).json()["choices"][0]["logprobs"]["content"]
+    assert [len(entry["top_logprobs"]) for entry in expected] == [2, 2, 2]
+    answer = client.post(RESPONSES, body).json()
+    (item,) = answer["output"]
+    assert item["content"][0]["logprobs"] == expected
+    assert answer["top_logprobs"] == 2
+    streamed = events(client, RESPONSES, body)
+    deltas = [event for event in streamed if event["type"] == "response.output_text.delta"]
+    assert [entry for delta in deltas for entry in delta["logprobs"]] == expected
+    assert without_ids(replay_response(streamed)) == without_ids(answer)
+    (done,) = (event for event in streamed if event["type"] == "response.output_text.done")
+    assert done["logprobs"] == expected
+
+
+def test_the_list_of_models_has_the_field_of_codex(client: Client) -> None:
+    models = client.get("/v1/models").json()
+    assert [model["id"] for model in models["data"]] == ["tiny"]
+    assert models["models"] == []
+
+
 HELLO = {"input": "hi", "max_output_tokens": 3}
 ASK = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
 
@@ -430,13 +498,15 @@ def test_small_requests(client: Client) -> None:
         ({"conversation": "c"}, "conversation", ["history"]),
         ({"background": True}, "background", ["synchronous"]),
         ({"prompt": {"id": "p"}}, "prompt", ["instructions"]),
-        ({"include": ["message.output_text.logprobs"]}, "include", ["/v1/chat/completions"]),
+        ({"include": "reasoning"}, "include", ["list"]),
+        ({"top_logprobs": 2}, "top_logprobs", ["top_logprobs=2", "message.output_text.logprobs"]),
+        ({"top_logprobs": 21, "include": [LOGPROBS]}, "top_logprobs", ["20"]),
         ({"n": 2}, "n", ["n=2"]),
         ({"input": 5}, "input", ["input=5"]),
         (
             {"input": [{"type": "item_reference", "id": "x"}]},
             "input",
-            ["item_reference", "input[0]"],
+            ["item_reference", "input[0]", "store=false"],
         ),
         (
             {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
@@ -446,6 +516,9 @@ def test_small_requests(client: Client) -> None:
         ({"input": [{"type": "function_call", "name": 3}]}, "input", ["name", "input[0]"]),
         ({"tools": [3]}, "tools", ["type"]),
         ({"tool_choice": {"type": "web_search"}}, "tool_choice", ["web_search"]),
+        ({"tool_choice": allowed("auto", "f")}, "tool_choice", ["'f'", "[]"]),
+        ({"tool_choice": allowed("none")}, "tool_choice", ["'none'", "required"]),
+        ({"tool_choice": allowed("required")}, "tool_choice", ["required", "needs tools"]),
         ({"max_output_tokens": -1}, "max_output_tokens", ["max_output_tokens=-1"]),
         ({"reasoning": {"effort": "huge"}}, "reasoning", ["huge"]),
         ({"text": "json"}, "text", ["object"]),
