@@ -92,6 +92,8 @@ class Exchange:
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.scope = scope
+        # whose turn it is; access control may put a key in place of the connection
+        self.caller: Any = tuple(scope.get("client") or ()) or None
         self._receive, self._send = receive, send
         self._has_answered = self._is_sending = False
         self._failed: Callable[[ApiError], bytes] | None = None  # set when a stream has begun

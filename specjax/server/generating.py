@@ -47,8 +47,7 @@ async def generate(
     service.check_open()
     call, answer = await read_body(service, exchange, read, renders=renders, grammars=grammars)
     exchange.rid = call.groups[0]
-    # the connection, because all clients have the same API key
-    call.caller = tuple(exchange.scope.get("client") or ()) or None
+    call.caller = exchange.caller
     logger.debug("request %s started with %d completions", exchange.rid, len(call.requests))
     num_reported = max_reported(call)
     if num_reported > MAX_REPORTED:

@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from contextvars import copy_context
 from dataclasses import dataclass
 from functools import cached_property, partial
+from hashlib import blake2b
 from typing import Any
 
 from specjax.checks import check_integer
@@ -66,7 +67,10 @@ class Access:
         """Raise ApiError if the caller may not use the server."""
         if self.has_keys:
             keys = () if self.key_file is None else self.key_file.keys
-            _check_key(exchange, self.api_key, self.admin_api_key, *keys)
+            sent_key = _check_key(exchange, self.api_key, self.admin_api_key, *keys)
+            if len({self.api_key, *keys} - {None}) > 1:
+                # each client has a key; a digest, because it is kept while its requests wait
+                exchange.caller = blake2b(sent_key, digest_size=16).digest()
         elif self.is_private:
             self._check_site(exchange)
 
@@ -99,15 +103,18 @@ class Access:
             raise ApiError(403, message, code="cross_site")
 
 
-def _check_key(exchange: Exchange, *keys: str | None) -> None:
+def _check_key(exchange: Exchange, *keys: str | None) -> bytes:
+    """Return the key that was sent; raise ApiError if it is none of ``keys``."""
     scheme, _, sent_key = (exchange.header(b"authorization") or b"").partition(b" ")
     if scheme.lower() != b"bearer":
         sent_key = exchange.header(b"x-api-key") or b""
+    sent_key = sent_key.strip()
     # bytes: hmac cannot compare non-ASCII strings in constant time
     valid_keys = [key.encode() for key in keys if key is not None]
-    if not any(hmac.compare_digest(sent_key.strip(), key) for key in valid_keys):
+    if not any(hmac.compare_digest(sent_key, key) for key in valid_keys):
         message = "API key missing or wrong; send 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
         raise ApiError(401, message, code="invalid_api_key")
+    return sent_key
 
 
 def _only(exchange: Exchange, name: bytes) -> bytes | None:

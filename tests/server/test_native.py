@@ -7,10 +7,13 @@ from contextlib import closing
 from http.client import HTTPConnection
 from itertools import pairwise
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
-from specjax.testing import is_idle
+from specjax.server.app import route
+from specjax.server.service import Access, Service
+from specjax.testing import Client, is_idle, running
 
 from .bodies import ENGINE_GREEDY
 
@@ -55,6 +58,31 @@ def test_a_connection_is_a_caller(engine, client, monkeypatch) -> None:
                 assert connection.getresponse().read()
     assert callers == addresses
     assert len(set(callers)) == 2
+
+
+def test_one_of_several_keys_is_a_caller(engine, monkeypatch) -> None:
+    callers, run = [], engine.async_run
+
+    async def record(call):
+        callers.append(call.caller)
+        return await run(call)
+
+    monkeypatch.setattr(engine, "async_run", record)
+    body = {"input_ids": [4], "sampling_params": {"max_new_tokens": 1}}
+    file = Mock(keys=("one", "two"))
+    with running(route(Service(engine, access=Access(key_file=file, admin_api_key="x")))) as port:
+        client = Client(port)
+        for key in ("one", "two", "one"):
+            assert client.post(ROUTE, body, x_api_key=key).status == 200
+        assert client.post(ROUTE, body, authorization="bearer  two ").status == 200
+        # all clients have the same key
+        file.keys = ("one",)
+        for key in ("one", "one", "x"):
+            assert client.post(ROUTE, body, x_api_key=key).status == 200
+    named = callers[:4]
+    assert [named.index(caller) for caller in named] == [0, 1, 0, 1]
+    assert len(set(callers)) == 5
+    assert "one" not in repr(callers)
 
 
 def test_fields_of_gateways_and_benchmarks_change_nothing(engine, client) -> None:
