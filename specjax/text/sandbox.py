@@ -13,6 +13,7 @@ import pickle
 import resource
 import signal
 import sys
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NoReturn
 
 import jinja2
@@ -56,38 +57,78 @@ _compile = functools.lru_cache(maxsize=16)(_ENVIRONMENT.from_string)
 class _Arguments(dict[str, Any]):
     """Arguments of a tool call: an object, and JSON text if a template prints or joins it."""
 
-    _text = ""
+    def __init__(self, items: Iterable[tuple[str, Any]], text: str, uses: set[str]) -> None:
+        super().__init__(items)
+        self._text, self._uses = text, uses  # templates cannot read names with an underscore
 
     def __str__(self) -> str:
+        self._uses.add("text")
         return self._text
 
     def __add__(self, other: str) -> str:
-        return self._text + other
+        return str(self) + other
 
     def __radd__(self, other: str) -> str:
-        return other + self._text
+        return other + str(self)
+
+    def __missing__(self, key: Any) -> str:
+        if isinstance(key, int):  # names of arguments are texts
+            return str(self)[key]
+        raise KeyError(key)
+
+    def __len__(self) -> int:
+        self._uses.add("object or text")
+        return super().__len__()
+
+    def __contains__(self, item: object) -> bool:
+        self._uses.add("object or text")
+        return super().__contains__(item)
 
 
-def _adapt(call: Any) -> None:
-    """Let templates use the arguments of a tool call as an object and as text."""
-    with contextlib.suppress(AttributeError, KeyError, TypeError, ValueError, RecursionError):
-        function = call.get("function", call)
-        value = function["arguments"]
-        text = value if isinstance(value, str) else _to_json(value)
-        arguments = _Arguments((json.loads(text or "{}") if text is value else value).items())
-        arguments._text = text
-        function["arguments"] = arguments
+def _adapt(messages: Iterable[Any], uses: set[str]) -> Iterator[dict[str, Any]]:
+    """Let templates use arguments of tool calls as objects and as text; yield the functions."""
+    for message in messages:
+        calls = message.get("tool_calls")
+        for call in calls if isinstance(calls, list) else ():
+            with contextlib.suppress(
+                AttributeError, KeyError, TypeError, ValueError, RecursionError
+            ):
+                function = call.get("function", call)
+                value = function["arguments"]
+                text = value if isinstance(value, str) else _to_json(value)
+                values = json.loads(text or "{}") if text is value else value
+                function["arguments"] = _Arguments(values.items(), text, uses)
+                yield function
+
+
+def _render(template: str, variables: Mapping[str, Any]) -> str:
+    """Render a template, with arguments of tool calls as text alone if it needs that.
+
+    It does if it fails with objects, or if it prints arguments and also asks for their length or
+    for what is in them, which an object and its text answer differently.
+    """
+    uses: set[str] = set()
+    functions = list(_adapt(variables["messages"], uses))
+    compiled, text, failure = _compile(template), "", None
+    try:
+        text = compiled.render(variables)
+    except Exception as error:
+        failure = error
+    if functions and (failure or len(uses) == 2):
+        for function in functions:
+            function["arguments"] = str(function["arguments"])
+        with contextlib.suppress(Exception):  # the template needs objects
+            return compiled.render(variables)
+    if failure:
+        raise failure
+    return text
 
 
 def _answer(request: bytes) -> tuple[bool, str]:
     try:
         template, variables, seconds = pickle.loads(request)
         signal.setitimer(signal.ITIMER_REAL, seconds)
-        for message in variables["messages"]:
-            calls = message.get("tool_calls")
-            for call in calls if isinstance(calls, list) else ():
-                _adapt(call)
-        text = _compile(template).render(variables)
+        text = _render(template, variables)
         if len(text) > _MAX_CHARACTERS:
             raise ValueError("the rendered text is too long")
         return True, text

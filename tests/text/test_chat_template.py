@@ -55,6 +55,16 @@ USES = [
     ("{% for k in a %}{{ k }}{% endfor %}{{ a.x[1] }}", "xyé"),
     ("{% if a is mapping %}{{ a | tojson }}{% else %}{{ a }}{% endif %}", DUMPED),
     ("{% if a is string %}{{ a }}{% else %}{{ a | tojson }}{% endif %}", DUMPED),
+    ("{{ a.strip() }}", TEXT),
+    ("{{ a.startswith('{') and a[0] == '{' }}", "True"),
+    ("{{ a[0] }}{{ a[-1] }}", "{}"),
+    ("{{ a[5:] }}", TEXT[5:]),
+    ("{% if a is not string %}{{ raise_exception('no text') }}{% endif %}{{ a }}", TEXT),
+    ("{{ a }}{{ '1' in a }}{{ 'x' in a }}{{ 'z' in a }}", TEXT + "TrueTrueFalse"),
+    ("{{ a }}{{ a | length > 20 }}", TEXT + "True"),
+    # where nothing prints them, they are objects
+    ("{{ '1' in a }}{{ 'x' in a }}{{ a | length }}", "FalseTrue2"),
+    ("{{ a }}{{ a | length }}{% for k in a.keys() %}{{ k }}{% endfor %}", TEXT + "2xy"),
 ]
 
 
@@ -71,7 +81,14 @@ def test_templates_use_arguments_as_objects_and_as_text(use: str, expected: str,
 
     assert render(TEXT) == expected
     # an object is written as json.dumps does
-    assert render(json.loads(TEXT)) == expected.replace(TEXT, DUMPED)
+    assert render(json.loads(TEXT)) == expected.replace(TEXT, DUMPED).replace(TEXT[5:], DUMPED[5:])
+
+
+def test_a_template_that_fails_with_objects_and_texts_gives_its_first_reason() -> None:
+    template = "{{ raise_exception(messages[0].tool_calls[0].arguments is string) }}"
+    messages = [{"role": "assistant", "tool_calls": [{"arguments": TEXT}]}]
+    with pytest.raises(ValueError, match=r"False$"):
+        render_chat_template(template, messages, {})
 
 
 @pytest.mark.parametrize("arguments", ["", "no JSON", "[1]", "3", None, [1], 3])
