@@ -142,7 +142,8 @@ def fetch_headers(model: str, knob: str, folder: Path) -> str:
     """Download the configuration and the headers of a repository's weights into a new folder.
 
     The folder then opens like the repository. Its tensors are zero, except those that checks read.
-    Returns the folder, or ``model`` if it is not a repository with safetensors.
+    Returns the folder, or ``model`` if it is not a repository. Raises ValueError if the repository
+    has no safetensors.
     """
     if not _REPOSITORY.fullmatch(model) or os.path.exists(os.path.expanduser(model)):
         return model
@@ -162,7 +163,12 @@ def fetch_headers(model: str, knob: str, folder: Path) -> str:
                     copy_header(source, file)
     except Exception as error:  # as above
         raise _not_downloaded(model, knob, error) from error
-    return os.fspath(folder) if has_weights else model
+    if not has_weights:
+        raise ValueError(
+            f"{knob}={model!r} has no *.safetensors, and of other files no header can be read; "
+            "download the repository and pass its directory"
+        )
+    return os.fspath(folder)
 
 
 @dataclass(frozen=True)

@@ -216,3 +216,18 @@ def test_of_a_repository_only_headers_are_read(
     status = main(["inspect", "owner/none"])
     assert status == 2
     assert "draft='owner/none'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("weights", ["pytorch_model.bin", "model.gguf", "consolidated.safetensors"])
+def test_a_repository_without_headers_is_refused(
+    weights: str, target: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its weights are not downloaded."""
+    monkeypatch.setattr("huggingface_hub.HfFileSystem", lambda: Hub(tmp_path))
+    monkeypatch.setattr("huggingface_hub.snapshot_download", None)
+    shutil.copytree(target, tmp_path / "other")
+    (tmp_path / "other" / "model.safetensors").rename(tmp_path / "other" / weights)
+    for knob, options in (("draft", ["owner/other"]), ("model", [target, "--model=owner/other"])):
+        assert main(["inspect", *map(str, options)]) == 2
+        refusal = capsys.readouterr().err
+        assert f"{knob}='owner/other' has no *.safetensors" in refusal
