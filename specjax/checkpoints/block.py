@@ -218,7 +218,7 @@ def block_config(directory: Path, source: TensorSource, target: TargetCheckpoint
     """
     file, model = _File(directory, source), target.config
     kind = block_format(file)
-    if (directory / "mask_embedding.pt").exists():
+    if os.path.lexists(directory / "mask_embedding.pt"):
         raise file.refused("a mask embedding in mask_embedding.pt")
     hidden_size = file.body.get("hidden_size", Size)
     stated = file.get("target_hidden_size", Size, model.hidden_size)

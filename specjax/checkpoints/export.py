@@ -19,7 +19,7 @@ from specjax.checkpoints.block import block_config
 from specjax.checkpoints.huggingface import draft_config
 from specjax.checkpoints.target import open_target
 from specjax.checkpoints.tensors import SAFETENSORS_INDEX, TensorInfo, TensorSource
-from specjax.checks import check_integer
+from specjax.checks import check_integer, check_regular
 from specjax.config import BlockConfig, DraftConfig, ModelConfig, Quantization, TransformerConfig
 from specjax.models.block import BlockDraft
 from specjax.models.declare import Recipes
@@ -110,6 +110,10 @@ def export_fp8(
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise ValueError(f"path={os.fspath(path)!r} must be a new or an empty directory")
     target.check_weights()
+    patterns = ("*.json", "*.jinja", "*.model", "*.txt")
+    copied = [file for pattern in patterns for file in target.path.glob(pattern)]
+    for file in copied:
+        check_regular(file)
     format = Quantization("fp8", plain=("lm_head",))
     config = dataclasses.replace(target.config, quantization=format)
     source = dataclasses.replace(target, config=config).source()
@@ -128,10 +132,9 @@ def export_fp8(
         "ignore": ["lm_head", f"re:{re.escape(MTP_PREFIX)}.*"],
     }
     directory.mkdir(parents=True, exist_ok=True)
-    for pattern in ("*.json", "*.jinja", "*.model", "*.txt"):
-        for file in target.path.glob(pattern):
-            if not file.name.endswith(".index.json"):
-                shutil.copyfile(file, directory / file.name)
+    for file in copied:
+        if not file.name.endswith(".index.json"):
+            shutil.copyfile(file, directory / file.name)
     (directory / "config.json").write_text(json.dumps(body, indent=2) + "\n", encoding="utf-8")
     _write_shards(directory, tensors, max_shard_bytes)
 

@@ -273,8 +273,8 @@ def _add_tokens(backend: tokenizers.Tokenizer, config: Fields) -> None:
 
 
 def _find_template(directory: Path, config: Fields) -> str | None:
-    if (directory / "chat_template.jinja").is_file():
-        return read_text(directory / "chat_template.jinja")
+    if os.path.lexists(file := directory / "chat_template.jinja"):
+        return read_text(file)
     if "chat_template" in (other := Fields.read_if_there(directory / "chat_template.json")):
         config = other
     template = config.get("chat_template", Any, None)

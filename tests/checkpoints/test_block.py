@@ -184,8 +184,11 @@ def test_damaged_configurations(tmp_path: Path, name: str) -> None:
 def test_other_files_of_a_drafter_are_refused(tmp_path: Path) -> None:
     path = write_block(tmp_path / "draft", BlockCase(format=1))
     (path / "mask_embedding.pt").touch()
-    with pytest.raises(ValueError, match=r"mask embedding in mask_embedding.pt is not supported"):
-        open_block(path, target_at(tmp_path))
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"embedding in mask_embedding.pt is not supported"):
+            open_block(path, target_at(tmp_path))
+        (path / "mask_embedding.pt").unlink()
+        (path / "mask_embedding.pt").symlink_to(tmp_path / "none")
     body = {"architectures": ["LlamaForCausalLM"], "pard_token": 5, "vocab_size": VOCAB}
     (path / "config.json").write_text(json.dumps(body))
     (path / "model.safetensors").unlink()

@@ -156,17 +156,18 @@ def test_weights_must_be_floats(tmp_path: Path, dtype: str) -> None:
         open_target(path).check_weights()
 
 
-@pytest.mark.parametrize("kind", ["device", "pipe", "folder"])
-@pytest.mark.parametrize(
-    "name",
-    [
-        "config.json",
-        "generation_config.json",
-        "model.safetensors",
-        "model.safetensors.index.json",
-        "tokenizer_config.json",
-    ],
-)
+OPTIONAL_FILES = [
+    "generation_config.json",
+    "model.safetensors.index.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "chat_template.json",
+]
+
+
+@pytest.mark.parametrize("kind", ["device", "pipe", "folder", "broken link"])
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", *OPTIONAL_FILES])
 def test_only_regular_files_are_read(
     tmp_path: Path, tokenizer_files: dict[str, str], name: str, kind: str
 ) -> None:
@@ -177,6 +178,8 @@ def test_only_regular_files_are_read(
         (tmp_path / name).symlink_to("/dev/null")
     elif kind == "pipe":
         os.mkfifo(tmp_path / name)
+    elif kind == "broken link":
+        (tmp_path / name).symlink_to(tmp_path / "none")
     else:
         (tmp_path / name).mkdir()
 
@@ -184,7 +187,9 @@ def test_only_regular_files_are_read(
         open_target(tmp_path).check_weights()
         open_target(tmp_path).load_tokenizer()
 
-    with pytest.raises(ValueError, match=f"{tmp_path / name} is not a regular file"):
+    is_absent = kind == "broken link"
+    reason = "(missing|not a complete safetensors)" if is_absent else "not a regular file"
+    with pytest.raises(ValueError, match=f"{tmp_path / name} is {reason}"):
         load()
 
 

@@ -150,6 +150,10 @@ def test_exported_weights_are_those_of_an_engine(files: Files, tmp_path: Path) -
             export_fp8(tmp_path / "other", wrong)
     damaged = tmp_path / "damaged"
     shutil.copytree(files.target, damaged)
+    (damaged / "merges.txt").symlink_to("/dev/null")
+    with pytest.raises(ValueError, match=r"merges\.txt is not a regular file"):
+        export_fp8(tmp_path / "other", damaged)
+    assert not (tmp_path / "other").exists()
     tensors = load_file(damaged / "model.safetensors")
     del tensors["model.layers.1.mlp.down_proj.weight"]
     write_tensors(damaged / "model.safetensors", tensors)
