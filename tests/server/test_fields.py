@@ -5,11 +5,13 @@ import logging
 import re
 import time
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
-from specjax.server import fields, generating, make_app
+from specjax.server import app, fields, generating, make_app
 from specjax.server.exchange import Exchange, UnreadAnswers
+from specjax.server.service import Service
 from specjax.testing import Client, running
 
 from .bodies import CHAT, COMPLETIONS, ENGINE_GREEDY, GENERATE, GREEDY, HELLO, TOOL
@@ -315,3 +317,57 @@ def test_reasoning_fields_are_variables_of_the_template(engine, client, monkeypa
         assert rendered(client, engine, messages=turns, **asked) == text
     wrong = client.post(CHAT, {"messages": turns, "reasoning_effort": "much"})
     assert (wrong.status, wrong.error["param"]) == (400, "reasoning_effort")
+
+
+GRAMMAR_BODIES = [
+    ('{"regex": "a"}', ()),
+    ('{"\\u0065bnf": "start: A"}', ()),
+    ('{"\\u0072\\u0065\\u0067\\u0065\\u0078": "a"}', ()),
+    ('{"thinking_token_budget": 0}', ()),
+    ('{"response_format": {"type": "text"}}', ()),
+    ('{"tools": []}', ()),
+    ('{"t\\u006fols": [{"type": "function"}]}', ()),
+    ('{"text": {"format": {"type": "json_object"}}}', ("text",)),
+    ('{"t\\u0065xt": {}}', ("text",)),
+    ('{"thinking": {"type": "enabled"}}', ("thinking",)),
+    ('{"thin\\u006bing": {"type": "enabled"}}', ("thinking",)),
+    ('{"sampling_params": {"regex": "a"}}', ()),
+    ('{"sampling_params": {"r\\u0065gex": "a"}}', ()),
+    ('{"sampling\\u005fparams": {"\\u0065bnf": "a"}}', ()),
+    ('{"sampling_params": [{}, {"json_schem\\u0061": "{}"}]}', ()),
+    ('{"sampling_params": [[{"thinking_token_budg\\u0065t": 1}]]}', ()),
+    # not looked into
+    (f'{{"sampling_params": {{"stop": "{"x" * generating.INLINE_BYTES}"}}}}', ()),
+]
+OTHER_BODIES = [
+    ("{}", ("text", "thinking")),
+    ('{"prompt": "regex", "stop": ["ebnf"]}', ()),
+    ('{"text": "hello", "thinking": 1}', ()),
+    ('{"regex": null, "tools": null, "t\\u0065xt": null}', ("text",)),
+    ('{"sampling_params": {"regex": null, "stop": "ebnf"}}', ()),
+    ('{"sampling_params": [{"temperature": 1}, {}]}', ()),
+    ('{"sampling_params": null}', ()),
+    ('{"sampling_params": "regex"}', ()),
+]
+
+
+@pytest.mark.parametrize(
+    ("body", "names", "expected"),
+    [(*x, True) for x in GRAMMAR_BODIES] + [(*x, False) for x in OTHER_BODIES],
+)
+def test_grammars_are_seen_however_their_keys_are_written(body, names, expected) -> None:
+    """Their requests are read in other threads, because a grammar can take seconds."""
+    decoded = fields.parse_object(body.encode())
+    assert generating._has_grammar(decoded, names) == expected
+
+
+def test_routes_name_their_own_fields_of_grammars() -> None:
+    router = app.route(Service(Mock()))
+    endpoints = {entry.path: entry.endpoint for entry in router.routes}
+    handlers = {path: getattr(endpoint, "handler", None) for path, endpoint in endpoints.items()}
+    names = {
+        path: handler.keywords["grammars"]
+        for path, handler in handlers.items()
+        if "grammars" in getattr(handler, "keywords", {})
+    }
+    assert names == {"/v1/responses": ("text",), "/v1/messages": ("thinking",)}
