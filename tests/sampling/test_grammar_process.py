@@ -1,9 +1,11 @@
 """Processes of grammars: hostile grammars end alone, callers may leave, and answers may be late."""
 
+import os
 import random
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -89,6 +91,29 @@ def test_a_hostile_grammar_is_refused(grammars: Grammars, name: str) -> None:
     with pytest.raises(ParameterError, match=f"{kind}=.*CPU seconds, 128 MiB") as caught:
         grammars.check(kind, text)
     assert caught.value.param == kind
+
+
+def waited_seconds(pid: int) -> float:
+    """CPU time of the children that a process has waited for."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return sum(map(int, fields[13:15])) / os.sysconf("SC_CLK_TCK")
+
+
+@pytest.mark.slow
+def test_a_grammar_that_grows_ends_by_its_memory(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It fills its memory in 0.8 CPU seconds, and has 20."""
+    monkeypatch.setattr(grammar_check, "LANES", ((2, 0.05, 0), (1, 20.0, 0)))
+    program = grammars.processes._program.pid
+    before, deadline = waited_seconds(program), time.monotonic() + 10
+    with pytest.raises(ParameterError, match="128 MiB"):
+        grammars.check(*HOSTILE["memory"])
+    used = 0.0
+    while used < 0.3 and time.monotonic() < deadline:  # until the program has waited for it
+        time.sleep(0.05)
+        used = waited_seconds(program) - before
+    assert used < 10
 
 
 @pytest.mark.slow
