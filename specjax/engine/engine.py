@@ -102,6 +102,19 @@ class Engine:
     def _start(
         self, args: EngineArgs, share_weights_with: "Engine | None", compile_on_use: bool = False
     ) -> None:
+        events = args.kv_events
+        # first, because its addresses may be in use
+        self._events = None if events is None else KVEventPublisher(events, args.page_size)
+        try:
+            self._build(args, share_weights_with, compile_on_use)
+        except BaseException:
+            if self._events is not None:
+                self._events.close()
+            raise
+
+    def _build(
+        self, args: EngineArgs, share_weights_with: "Engine | None", compile_on_use: bool
+    ) -> None:
         self.args = args
         shared = None
         if share_weights_with is not None:
@@ -134,8 +147,6 @@ class Engine:
         )
         self.metrics = EngineMetrics(plan.target.name, totals)
         source, peer = SIDES.get(args.disaggregation_mode or "", (None, None))
-        events = args.kv_events
-        self._events = None if events is None else KVEventPublisher(events, args.page_size)
         self._scheduler = Scheduler(
             runner,
             run_ahead=int(overlap),

@@ -9,6 +9,7 @@ A page's hash depends on all tokens that its KV depends on: those before it, its
 drafters the next ones, which ``lookahead_token_ids`` has for the last page of an event.
 """
 
+import logging
 import os
 import socket
 import threading
@@ -31,9 +32,15 @@ from specjax.json_file import parse_json, read_json
 if TYPE_CHECKING:
     from specjax.kv.prefix_cache import Node
 
-PLACE = "GPU"
+logger = logging.getLogger(__name__)
+
+MEDIUM = "GPU"  # as other engines call the memory of their device
+WILDCARDS = "*", "0.0.0.0", "[::]"
 WAIT_SECONDS = 0.1  # for events, after which requests for earlier messages are answered
 END = (-1).to_bytes(8, signed=True)  # the number after the last message that is sent again
+
+
+Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 
 
 class KVEventsConfig(Struct, frozen=True, forbid_unknown_fields=True):
@@ -43,8 +50,9 @@ class KVEventsConfig(Struct, frozen=True, forbid_unknown_fields=True):
     publisher: Literal["zmq", "null"] = "zmq"
     endpoint: str = "tcp://*:5557"
     replay_endpoint: str | None = None
-    buffer_steps: Annotated[int, Meta(ge=0)] = 10_000  # messages that can be sent again
-    hwm: Annotated[int, Meta(ge=0)] = 100_000  # messages kept for a slow reader
+    buffer_steps: Count = 10_000  # messages that can be sent again
+    hwm: Count = 100_000  # messages kept for a slow reader
+    max_queue_size: Count = 100_000  # without effect: no event waits for a reader
     topic: str = ""
 
     @property
@@ -64,8 +72,10 @@ def read_config(source: str | os.PathLike[str] | Mapping[str, Any]) -> KVEventsC
     else:
         values = read_json(Path(source), is_strict=True)
     try:
-        return msgspec.convert(values, KVEventsConfig)
-    except msgspec.ValidationError as error:
+        config = msgspec.convert(values, KVEventsConfig)
+        config.topic.encode()
+        return config
+    except (msgspec.ValidationError, UnicodeEncodeError) as error:
         raise ValueError(f"kv_events_config={short(values)}: {error}") from None
 
 
@@ -117,30 +127,32 @@ class KVEventPublisher:
         self._sockets[0].set_hwm(config.hwm)
         if config.replay_endpoint is not None:
             self._sockets.append(self._context.socket(zmq.ROUTER))
+            self._sockets[1].set_hwm(0)  # buffer_steps is the limit
         self._addresses = []
-        for name, end in zip(("endpoint", "replay_endpoint"), self._sockets, strict=False):
+        for name, link in zip(("endpoint", "replay_endpoint"), self._sockets, strict=False):
             address = getattr(config, name)
             try:
+                link.ipv6 = "[" in address
                 # as in vLLM: an address without a wildcard is that of a reader that listens
-                is_bound = end.type == zmq.ROUTER or not address.startswith("tcp://")
-                (end.bind if is_bound or "*" in address or "::" in address else end.connect)(
-                    address
-                )
+                is_bound = link.type == zmq.ROUTER or not address.startswith("tcp://")
+                is_bound |= any(wildcard in address for wildcard in WILDCARDS)
+                (link.bind if is_bound else link.connect)(address)
             except zmq.ZMQError as error:
                 self._context.destroy(linger=0)
                 raise ValueError(f"kv_events_config: {name}={address!r}: {error}") from None
-            bound: Any = end.last_endpoint
+            bound: Any = link.last_endpoint
             self._addresses.append(bound.decode().rstrip("\0") or address)
         self._sent = deque[tuple[bytes, bytes]](maxlen=config.buffer_steps)
+        self._has_failed = False
         self._thread = threading.Thread(target=self._run, name="specjax-kv-events", daemon=True)
         self._thread.start()
 
     @property
     def source(self) -> dict[str, Any]:
         """Where a router subscribes; the answer of ``/kv_event_sources``."""
-        addresses = [
-            address.replace("0.0.0.0", socket.gethostname()) for address in self._addresses
-        ]
+        addresses = self._addresses
+        for wildcard in WILDCARDS:
+            addresses = [x.replace(wildcard, socket.gethostname()) for x in addresses]
         replay = addresses[1] if len(addresses) > 1 else None
         topic = self._topic.decode()
         return {
@@ -154,37 +166,53 @@ class KVEventPublisher:
 
     def stored(self, nodes: Sequence["Node"]) -> None:
         """Publish pages that follow one another."""
-        if nodes[0].key[0] >= TOKEN_LIMIT:
-            return  # the cache is salted: these pages serve no other request
-        hashes, tokens = self._hashes, list[int]()
-        parent = before = hashes.get(nodes[0].parent) if nodes[0].parent else None
+        first, hashes, tokens = nodes[0], self._hashes, list[int]()
+        assert first.parent is not None
+        is_first = not first.parent.key
+        if first.key[0] >= TOKEN_LIMIT if is_first else first.parent not in hashes:
+            return  # salted pages serve requests with their salt only
+        parent = before = None if is_first else hashes[first.parent]
         for node in nodes:
             before = hashes[node] = page_hash(before, node.key)
             tokens += node.key[: self._page_size]
         stored = [hashes[node] for node in nodes]
         ahead = list(nodes[-1].key[self._page_size :])
-        event = BlockStored(stored, parent, tokens, self._page_size, None, PLACE, None, ahead)
-        self._events.put(event)
+        event = BlockStored(stored, parent, tokens, self._page_size, None, MEDIUM, None, ahead)
+        self._put(event)
 
     def removed(self, nodes: Sequence["Node"], *, is_empty: bool) -> None:
         """Publish pages that are cached no more, or that the cache is empty."""
         hashes = [self._hashes.pop(node) for node in nodes if node in self._hashes]
         if hashes:
-            self._events.put(AllBlocksCleared() if is_empty else BlockRemoved(hashes, PLACE))
+            self._put(AllBlocksCleared() if is_empty else BlockRemoved(hashes, MEDIUM))
+
+    def _put(self, event: Event) -> None:
+        if not self._has_failed:
+            self._events.put(event)
 
     def close(self) -> None:
-        """Send what is left."""
+        """Send what was published before."""
         self._events.put(None)
-        self._thread.join(5.0)
+        if threading.current_thread() is not self._thread:  # of a finalizer
+            self._thread.join(5.0)
 
     # in a thread of its own
 
     def _run(self) -> None:
+        try:
+            self._publish()
+        except Exception:
+            self._has_failed = True
+            logger.exception("KV events are published no more")
+        finally:
+            self._context.destroy(linger=1000)
+
+    def _publish(self) -> None:
         sender, *replays = self._sockets
         encode, number, is_open = msgspec.msgpack.Encoder().encode, 0, True
         while is_open:
             for replay in replays:
-                while replay.poll(0):
+                if replay.poll(0):  # one in each turn, so that events go on
                     self._send_again(replay)
             events = list[Event]()
             try:
@@ -200,7 +228,6 @@ class KVEventPublisher:
                 sender.send_multipart((self._topic, *message))
                 self._sent.append(message)
                 number += 1
-        self._context.destroy(linger=1000)
 
     def _send_again(self, replay: "zmq.Socket[bytes]") -> None:
         """Send the messages from the asked number on; other requests are ignored."""

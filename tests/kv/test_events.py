@@ -1,5 +1,7 @@
 """A reader of KV events knows what the prefix cache has, also after it lost the connection."""
 
+import socket
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -15,6 +17,8 @@ from specjax.kv.events import KVEventPublisher, KVEventsConfig, read_config
 from specjax.kv.holding import salt_of
 from specjax.kv.pages import PageAllocator
 from specjax.kv.prefix_cache import Node, PrefixCache
+
+from ..support.waiting import wait_for
 
 SIZE = 4
 Page = tuple[tuple[int, ...], ...]  # keys of a page and of all pages before it
@@ -188,6 +192,8 @@ def test_salted_pages_are_not_published(publisher: KVEventPublisher) -> None:
         ({"buffer_steps": -1}, r"buffer_steps"),
         ({"port": 5557}, "port"),
         ({"publisher": "nats"}, "nats"),
+        ({"hwm": 2**31}, "hwm"),
+        ({"topic": "\ud800"}, "topic"),
         ('{"topic": 1}', "topic"),
         ("{", "not valid JSON"),
         ("missing.json", r"missing\.json"),
@@ -204,6 +210,54 @@ def test_events_need_a_prefix_cache() -> None:
     for off in ({"enable_kv_cache_events": False}, {"publisher": "null"}):
         args = EngineArgs(kv_events_config=off, disable_radix_cache=True)
         assert args.kv_events is None
+
+
+def test_a_slow_reader_gets_all_messages(publisher: KVEventPublisher) -> None:
+    """More than ZeroMQ keeps for a reader by default."""
+    payload, count = b"x" * 1000, 4_000
+    publisher._sent.extend((i.to_bytes(8), payload) for i in range(count))
+    with zmq.Context() as context, context.socket(zmq.DEALER) as reader:
+        reader.set_hwm(10)
+        reader.connect(publisher.source["replay_endpoint"])
+        reader.send_multipart((b"", (0).to_bytes(8)))
+        time.sleep(0.5)
+        numbers = []
+        while not numbers or numbers[-1] >= 0:
+            assert reader.poll(10_000)
+            numbers.append(int.from_bytes(reader.recv_multipart()[1], signed=True))
+    assert numbers == [*range(count), -1]
+
+
+def test_events_go_on_while_others_ask_for_earlier_ones(publisher: KVEventPublisher) -> None:
+    pool = PageAllocator(20, SIZE)
+    cache = PrefixCache(pool, lookahead=0)
+    cache.watcher = publisher
+    with zmq.Context() as context, context.socket(zmq.DEALER) as reader:
+        reader.connect(publisher.source["replay_endpoint"])
+        for _ in range(5_000):
+            reader.send_multipart((b"", (0).to_bytes(8)))
+        pages = pool.allocate(1)
+        assert pages is not None
+        cache.insert([1, 2, 3, 4], pages)
+        wait_for(lambda: len(publisher._sent) == 1)
+        reader.setsockopt(zmq.LINGER, 0)
+
+
+def test_a_reader_is_found_at_all_addresses_of_the_host() -> None:
+    for address in ("tcp://*:*", "tcp://0.0.0.0:*"):
+        publisher = KVEventPublisher(KVEventsConfig(endpoint=address), SIZE)
+        name, _, port = publisher.source["endpoint"].rpartition(":")
+        assert name == f"tcp://{socket.gethostname()}"
+        with socket.create_connection(("127.0.0.1", int(port)), timeout=5):
+            pass
+        publisher.close()
+        assert not publisher._thread.is_alive()
+
+
+def test_an_address_is_refused_before_anything_is_compiled(files: Any, tmp_path: Path) -> None:
+    config = {"endpoint": f"ipc://{tmp_path}/missing/events"}
+    with pytest.raises(ValueError, match="kv_events_config: endpoint='ipc://"):
+        files.engine(kv_events_config=config)
 
 
 def test_an_address_in_use_is_refused(publisher: KVEventPublisher, tmp_path: Path) -> None:
