@@ -308,6 +308,8 @@ class RequestFactory:
         if params.grammar is None and thinking is None:
             return None
         kind, text = params.grammar or (None, "")
+        if kind in ("allowed_token_ids", "bad_words") and budget is None:
+            thinking = None  # they hold for the reasoning too
         return self._grammars.check(kind, text, thinking)
 
 

@@ -11,7 +11,7 @@ from specjax.types import DraftShape
 
 
 def salt_of(text: str | None) -> int:
-    """The number that stands for a salt, which is added to tokens; 0 without one."""
+    """The number that stands for a salt, which is added to a first token; 0 without one."""
     return 0 if text is None else TOKEN_LIMIT * int.from_bytes(sha256(text.encode()).digest()[:8])
 
 
@@ -63,8 +63,8 @@ class PageHolding:
     unread_rounds: int = 0  # rounds dispatched but not read by the host
 
     def cache_keys(self, ids: list[int]) -> list[int]:
-        """The keys of a text of the request in the prefix cache: its tokens with the salt."""
-        return [self.salt + token for token in ids] if self.salt else ids
+        """The keys of a text of the request in the prefix cache: its tokens, the first salted."""
+        return [self.salt + ids[0], *ids[1:]] if self.salt else ids
 
     def max_kv_len(self, writes: KVWrites, dispatches: int = 1) -> int:
         """Maximum number of KV indices in use after all dispatches so far and ``dispatches`` more.

@@ -61,7 +61,8 @@ class Grammars:
 
         ``kind`` is the name of the sampling parameter; without one, only the reasoning is limited.
         """
-        if len(text) > MAX_CHARACTERS:
+        # the vocabulary limits token ids
+        if len(text) > MAX_CHARACTERS and kind != "allowed_token_ids":
             message = f"{kind} has {len(text)} characters; at most {MAX_CHARACTERS} are supported"
             raise ParameterError(message, param=kind, limit=MAX_CHARACTERS)
         job: dict[str, Any] = {"kind": kind, "text": text}

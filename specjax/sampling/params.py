@@ -31,6 +31,8 @@ INT32_MAX = np.iinfo(np.int32).max
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 # parameters that limit a text by a grammar
+# Limits that the library's own limits on work permit with real vocabularies: 200 words of 8.
+MAX_BAD_WORDS, MAX_BAD_CHARACTERS = 128, 1024
 GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag", "allowed_token_ids", "bad_words")
 # parameters in SGLang that are rejected here, with the reason
 REFUSED = {
@@ -80,7 +82,8 @@ class SamplingParams:
         structural_tag: tags in free text after which a JSON schema holds, as in SGLang.
         allowed_token_ids: token ids that the completion may have; without an end token among them
             it ends at a stop string or at its maximum length.
-        bad_words: strings that the completion must not contain, however they are split into tokens.
+        bad_words: strings that the completion must not contain, however they are split into tokens;
+            at most 128 with 1,024 characters together. End tokens end the text.
         cache_salt: text of at most 256 characters; the prefix cache shares pages only among
             requests with the same salt, so nobody else can find out by time what they asked.
         thinking_token_budget: maximum tokens of reasoning, after which its end is forced; needs the
@@ -127,6 +130,8 @@ class SamplingParams:
         check_number("temperature", self.temperature, at_most=FLOAT32_MAX)
         if not is_integer(self.top_k) or (self.top_k < 1 and self.top_k != -1):
             raise refused("top_k", self.top_k, "must be -1 (off) or an integer of at least 1")
+        if self.cache_salt is not None and not _is_unicode(self.cache_salt):
+            raise refused("cache_salt", self.cache_salt, "must be valid Unicode")
         if self.sampling_seed is not None:
             check_integer("sampling_seed", self.sampling_seed, 0, 2**64 - 1)
         self._copy_stops()
@@ -173,7 +178,7 @@ class SamplingParams:
             raise refused("logit_bias", bias, "must not contain a token twice")
 
     def _copy_grammars(self) -> None:
-        if self.bad_words in ([], ()):
+        if isinstance(self.bad_words, list | tuple) and not self.bad_words:
             object.__setattr__(self, "bad_words", None)
         grammars = [name for name in GRAMMARS if getattr(self, name) is not None]
         for name in grammars:
@@ -191,6 +196,22 @@ class SamplingParams:
                     raise refused(name, value, f"must be JSON: {error}") from error
             elif not isinstance(value, str):
                 raise refused(name, value, "must be a string")
+        if (words := self.bad_words) is not None:
+            counts = (
+                ("words", len(words), MAX_BAD_WORDS),
+                (
+                    "characters",
+                    sum(map(len, words)),
+                    MAX_BAD_CHARACTERS,
+                ),
+            )
+            for unit, count, limit in counts:
+                if count > limit:
+                    message = f"bad_words has {count} {unit}; at most {limit} are supported"
+                    raise ParameterError(message, param="bad_words", limit=limit)
+            if self.ignore_eos:
+                demand = "needs ignore_eos=False, because end tokens end the text"
+                raise refused("bad_words", words, demand)
         if len(grammars) > 1:
             raise ParameterError(f"give at most one of {grammars}", param=grammars[1])
         if grammars and self.min_new_tokens:
@@ -202,6 +223,8 @@ class SamplingParams:
         """Name and text of the grammar, if there is one; the text of a list is JSON."""
         for name in GRAMMARS:
             if (value := getattr(self, name)) is not None:
+                if name == "allowed_token_ids":
+                    value = sorted(set(value))
                 return name, json.dumps(value) if name in _ITEMS else value
         return None
 
@@ -247,6 +270,14 @@ class SamplingParams:
                 f"sampling parameters {short(unknown)} are not supported; supported: {names}"
             )
         return cls(**params)
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # a lone surrogate
+        return False
+    return True
 
 
 @cache

@@ -5,6 +5,7 @@ import dataclasses
 import pickle
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -100,7 +101,7 @@ WRONG: dict[str, list[Any]] = {
     "stop": ["", ["a", ""], "a" * 257, [3], 3, b"x"],
     "stop_token_ids": [["a"], [1.0], 3, "3"],
     "allowed_token_ids": [["a"], [1.0], [-1], [True], [], 3, "[3]"],
-    "cache_salt": ["", "a" * 257, 3, ["a"]],
+    "cache_salt": ["", "a" * 257, 3, ["a"], "\ud800"],
     "bad_words": [[3], ["a", ""], 3, "a", {"a": 1}],
     "ignore_eos": [1],
     "sampling_seed": [-1, 2**64, 1.0, True],
@@ -219,3 +220,23 @@ def test_whole_ranges_are_allowed(given_params) -> None:
 def test_frozen() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         SamplingParams().top_k = 3  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"bad_words": ["ab"] * 129}, "129 words; at most 128"),
+        ({"bad_words": ["a" * 205] * 5}, "1025 characters; at most 1024"),
+        ({"bad_words": ["a"], "ignore_eos": True}, "ignore_eos=False"),
+        ({"bad_words": np.array(["a", "b"])}, "must be a list of at least one string"),
+    ],
+)
+def test_limits_of_unwanted_words(params: dict[str, Any], message: str) -> None:
+    with pytest.raises(ParameterError, match=message) as refusal:
+        SamplingParams(**params)
+    assert refusal.value.param == "bad_words"
+
+
+def test_allowed_tokens_are_listed_once() -> None:
+    params = SamplingParams(allowed_token_ids=[7, 3, 7])
+    assert params.grammar == ("allowed_token_ids", "[3, 7]")

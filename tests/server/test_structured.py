@@ -336,7 +336,11 @@ def test_a_model_that_calls_nothing_answers_with_content(tools: Client) -> None:
         ({"tools": [TOOLS[0], TOOLS[0]]}, "tools", "must not repeat a name"),
         ({"tools": [{"type": "function"}]}, "tools", "function.name"),
         ({"tool_choice": {"function": {"name": "h"}}}, "tool_choice", "must name one of the tools"),
-        ({"tool_choice": "any"}, "tool_choice", "none, auto, required or a function"),
+        (
+            {"tool_choice": "any"},
+            "tool_choice",
+            "none, auto, required, a function or allowed_tools",
+        ),
         ({"tools": [], "tool_choice": "required"}, "tool_choice", "needs tools"),
         (
             {
