@@ -340,8 +340,9 @@ def summary(seconds: Sequence[float]) -> dict[str, float] | None:
 def seconds_per_token(trace: Trace) -> list[float]:
     """The mean time per token after the first chunk; empty if their number is unknown or 0."""
     (first, _), *others = trace.chunks
-    count = sum(n or 0 for _, n in others)
-    return [(others[-1][0] - first) / count] if count else []
+    counts = [n for _, n in others if n is not None]
+    is_known = len(counts) == len(others) and any(counts)
+    return [(others[-1][0] - first) / sum(counts)] if is_known else []
 
 
 def metrics(traces: Traces) -> dict[str, Any]:

@@ -78,8 +78,8 @@ def compile_plan(plan: EnginePlan, *, on_use: bool = False) -> tuple[EnginePlan,
     """Compile all functions that serving dispatches; ``on_use`` is of ``ModelRunner.compile``.
 
     Return the plan with their temporary memory. If the KV pools would not leave enough of it, the
-    plan has fewer pages, for which the functions are compiled again. Raises ValueError if
-    no page or not ``max_total_tokens`` fit.
+    plan has fewer pages, for which the functions are compiled again. With ``on_use``, it is not
+    known and counts as 0. Raises ValueError if no page or not ``max_total_tokens`` fit.
     """
     plan.announce()
     runner = _compiled(plan, on_use=on_use)
@@ -87,7 +87,8 @@ def compile_plan(plan: EnginePlan, *, on_use: bool = False) -> tuple[EnginePlan,
     if fitted.config != plan.config:
         fitted.announce()
         runner = _compiled(fitted, on_use=on_use)
-    logger.info("temporary memory: %.2f GB", fitted.needs.temporary_bytes / 1e9)
+    if not on_use:
+        logger.info("temporary memory: %.2f GB", fitted.needs.temporary_bytes / 1e9)
     return fitted, runner
 
 

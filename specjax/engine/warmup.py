@@ -21,6 +21,7 @@ class WarmUp:
     seconds: float
     weight_bytes: int  # device memory of the weights, which are not loaded
     kv_bytes: int  # device memory of the KV pools, which are not allocated
+    temporary_bytes: int  # device memory that any function takes while it runs
     device: str  # kind of device
 
     @property
@@ -52,12 +53,12 @@ class WarmUp:
                 f"{fn.argument_bytes / 1e6:>14.2f}{fn.temp_bytes / 1e6:>14.2f}  "
                 f"{'present' if fn.is_hit else 'compiled'}"
             )
-        most = max(function.temp_bytes for function in self.functions)
         lines += [
             f"{len(self.functions)} functions, {self.num_compiled} compiled, in "
             f"{self.seconds:.1f} s; {self.num_bytes / 1e6:.2f} MB in {self.folder}",
             f"device memory on {self.device}: weights {self.weight_bytes / 1e9:.2f} GB, "
-            f"KV {self.kv_bytes / 1e9:.2f} GB, temporary up to {most / 1e9:.2f} GB",
+            f"KV {self.kv_bytes / 1e9:.2f} GB, temporary up to "
+            f"{self.temporary_bytes / 1e9:.2f} GB",
         ]
         return "\n".join(lines)
 
@@ -83,5 +84,6 @@ def warm_up(args: EngineArgs) -> WarmUp:
         seconds=time.perf_counter() - started,
         weight_bytes=plan.needs.weight_bytes,
         kv_bytes=plan.kv_bytes,
+        temporary_bytes=plan.needs.temporary_bytes,
         device=plan.networks.placement.device.device_kind,
     )
