@@ -12,7 +12,7 @@ from specjax.sampling.params import SamplingParams
 from specjax.scheduling.constrained import is_constrained
 from specjax.types import DraftShape
 
-from ..runners import make_request
+from ..support.runners import make_request
 
 
 @pytest.mark.parametrize("is_free", [False, True])
