@@ -173,7 +173,7 @@ def open_draft_model(
     Raises:
         ValueError: if the model is not found or does not fit the target.
     """
-    opened = open_target(draft, dtype=target.config.dtype, knob="draft")
+    opened = open_target(draft, dtype=target.config.dtype, knob="draft", of_draft=True)
     sizes = opened.config.vocab_size, target.config.vocab_size
     if sizes[0] != sizes[1]:
         raise ValueError(
@@ -272,7 +272,7 @@ def open_mtp(
             f"speculative_num_steps={num_modules} needs {num_modules} modules, but {path} has "
             f"{count}; lower it (with adaptive speculation, candidate_steps) to {count}"
         )
-    model = huggingface_config(path, target.config.dtype)
+    model = huggingface_config(path, target.config.dtype, of_draft=True)
     check_pair(path / "config.json", model.vocab_size, model.hidden_size, target.config)
     theta = model.rope_theta if rope_theta is None else rope_theta
     if len(set(model.windows)) > 1 or len(set(model.layer_ropes)) > 1:

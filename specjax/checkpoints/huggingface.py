@@ -33,8 +33,12 @@ logger = logging.getLogger(__name__)
 _DTYPES = {name: name for name in DTYPES} | {"float16": "bfloat16", "float64": "float32"}
 
 
-def huggingface_config(directory: Path, dtype: str) -> ModelConfig:
-    """Read ``config.json`` and the other JSON files of a directory."""
+def huggingface_config(directory: Path, dtype: str, *, of_draft: bool = False) -> ModelConfig:
+    """Read ``config.json`` and the other JSON files of a directory.
+
+    ``of_draft`` also refuses unknown keys that may change the network. For targets, they have no
+    effect: their network is that of the class in ``architectures``, which does not read them.
+    """
     top = Fields.read(directory / "config.json")
     config, model_type = top, top.get("model_type", str, None)
     is_wrapped = model_type in WRAPPERS
@@ -71,7 +75,7 @@ def huggingface_config(directory: Path, dtype: str) -> ModelConfig:
         heads = {"lm_head.weight", f"lm_head.weight{PACKED}"}
         values["tie_word_embeddings"] = heads.isdisjoint(source().infos)
     values |= family.read(config)
-    refuse_unread([config], config.keys, values["head_dim"], of_draft=False)
+    refuse_unread([config], config.keys, values["head_dim"], of_draft=of_draft)
     return with_plain(config.build(family.config, values), source)
 
 

@@ -9,9 +9,9 @@ from specjax.json_file import Fields
 # keys that change a network, and the value with which each changes nothing
 _ZERO = "attention_sink_bias attn_logit_softcapping final_logit_softcapping rope_interleaved \
 use_gemma_norm"
-_ONE = "attention_value_scale embedding_multiplier input_embedding_scale is_neox_style logit_scale \
-logits_scaling output_multiplier partial_rotary_factor residual_multiplier rope_is_neox_style \
-use_input_layernorm_in_first_layer use_last_layernorm"
+_ONE = "attention_value_scale embedding_multiplier full_attn_mod input_embedding_scale \
+is_neox_style logit_scale logits_scaling output_multiplier partial_rotary_factor \
+residual_multiplier rope_is_neox_style use_input_layernorm_in_first_layer use_last_layernorm"
 NEUTRAL: dict[str, Any] = dict.fromkeys(_ZERO.split(), 0) | dict.fromkeys(_ONE.split(), 1)
 # Words in the names of further keys that may change the layers of a draft. Tensors show the others:
 # names and shapes of experts, heads, biases and norms must fit.
@@ -20,7 +20,9 @@ _WORDS = re.compile(
     r"sink|(^|_)act(ivation)?(_|$)|residual|alibi|clip|causal|bidirectional"
 )
 # names with such a word that do not change the network, or whose tensors decide
-_HARMLESS = re.compile(r"^_|dropout|pdrop|implementation|backend|flash|grad|loss|^(use_)?qk_norm$")
+_HARMLESS = re.compile(
+    r"^_|dropout|pdrop|implementation|backend|flash|grad|loss|^(use_)?qk_norm$|^max_window_layers$"
+)
 
 
 class ReadFields(Fields):
@@ -54,6 +56,8 @@ def refuse_unread(
     for section, has_words in [*((x, of_draft) for x in sections), *((x, False) for x in ropes)]:
         for key, value in section.values.items():
             if value is None or key in keys_read:
+                continue
+            if key == "sliding_window" and section.values.get("use_sliding_window") is False:
                 continue
             if key == "layer_types":
                 is_refused = not isinstance(value, list) or {*map(str, value)} != {"full_attention"}

@@ -232,6 +232,7 @@ def open_target(
     dtype: str = "auto",
     knob: str = "model",
     revision: str | None = None,
+    of_draft: bool = False,
 ) -> TargetCheckpoint:
     """Find a target model and read its configuration.
 
@@ -241,6 +242,7 @@ def open_target(
             quantised weights of GGUF become bfloat16).
         knob: name of the argument in error messages.
         revision: branch, tag or commit of a repository.
+        of_draft: also refuse unknown keys of ``config.json`` that may change the network.
 
     Raises:
         ValueError: if the model is not found or not supported.
@@ -254,5 +256,6 @@ def open_target(
         source = partial(gguf_source, file, config)
         stored, load = ", ".join(file.quantised_types), partial(tokenizer_from_gguf, file)
         return TargetCheckpoint(config, path, source, name, load, stored)
-    config, source = huggingface_config(path, dtype), partial(open_text, path)
+    config = huggingface_config(path, dtype, of_draft=of_draft)
+    source = partial(open_text, path)
     return TargetCheckpoint(config, path, source, name, partial(Tokenizer.from_pretrained, path))

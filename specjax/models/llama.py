@@ -8,7 +8,7 @@ from specjax.models.family import GGUF, Family, attention_biases, layer_windows
 
 
 def _llama(config: Fields) -> dict[str, Any]:
-    windows = layer_windows(config, lambda i: False)  # only if layer_types names the layers
+    windows = layer_windows(config, lambda i: False) if "layer_types" in config else {}
     return attention_biases(config) | windows | {"mlp_bias": config.get("mlp_bias", Flag, False)}
 
 

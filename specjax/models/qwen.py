@@ -1,5 +1,6 @@
 """Qwen2, Qwen2.5, Qwen3, and MiMo, which is a Qwen2 with modules for multi-token prediction."""
 
+from dataclasses import replace
 from typing import Any
 
 from specjax.json_file import Fields, Flag, Size
@@ -16,10 +17,19 @@ def _qwen2(config: Fields) -> dict[str, Any]:
     return _window(config) | {"qkv_bias": True}
 
 
+def _mimo(config: Fields) -> dict[str, Any]:
+    return _window(config) | {"qkv_bias": config.get("attention_bias", Flag, True)}
+
+
 def _qwen3(config: Fields) -> dict[str, Any]:
     return _window(config) | attention_biases(config) | {"qk_norm": True}
 
 
-QWEN2 = Family(architecture="Qwen2ForCausalLM", read=_qwen2, gguf=GGUF(arch="qwen2"))
-QWEN3 = Family(architecture="Qwen3ForCausalLM", read=_qwen3, gguf=GGUF(arch="qwen3"))
-MIMO = Family(architecture="MiMoForCausalLM", read=_qwen2)
+QWEN2 = Family(
+    architecture="Qwen2ForCausalLM",
+    read=_qwen2,
+    defaults={"use_sliding_window": False},
+    gguf=GGUF(arch="qwen2"),
+)
+QWEN3 = replace(QWEN2, architecture="Qwen3ForCausalLM", read=_qwen3, gguf=GGUF(arch="qwen3"))
+MIMO = replace(QWEN2, architecture="MiMoForCausalLM", read=_mimo, gguf=None)

@@ -83,31 +83,43 @@ WITHOUT_EFFECT: dict[str, Any] = {
 # key -> (a value that changes nothing, one that the networks of drafts lack)
 REFUSED: dict[str, tuple[Any, Any]] = {
     "attention_bias": (False, True),
+    "attention_chunk_size": (None, 8192),
     "attention_multiplier": (None, 0.25),
     "attention_sink_bias": (False, True),
     "attention_value_scale": (1.0, 0.707),
     "attn_logit_softcapping": (None, 50.0),
+    "attn_output_gate": (False, True),
+    "clip_qkv": (None, 8.0),
     "embedding_multiplier": (1.0, 12.0),
     "final_logit_softcapping": (None, 30.0),
+    "final_logits_softcapping": (None, 30.0),
+    "full_attn_mod": (1, 2),
     "input_embedding_scale": (1, 8.0),
     "is_neox_style": (True, False),
+    "lm_head_multiplier": (None, 2.0),
     "logit_scale": (1.0, 0.0625),
     "logits_scaling": (1, 8.0),
+    "logits_soft_cap": (None, 30.0),
     "mlp_bias": (False, True),
     "output_multiplier": (1, 2.0),
     "query_pre_attn_scalar": (8, 256),
     "residual_multiplier": (1.0, 0.22),
+    "residual_scale": (None, 0.5),
     "rope_interleaved": (False, True),
     "rope_is_neox_style": (True, False),
     "rope_local_base_freq": (None, 1e4),
     "scale_emb": (None, 12),
     "sliding_window": (None, 8),
+    "use_alibi": (False, True),
     "use_bidirectional_attention": (False, True),
     "use_gemma_norm": (False, True),
     "use_input_layernorm_in_first_layer": (True, False),
     "use_last_layernorm": (True, False),
     "use_mtp_layernorm": (False, True),
+    "use_swa": (False, True),
 }
+# of those, block drafters compute these
+OF_BLOCKS = {"use_swa"}
 SLIDES = {"layer_types": ["sliding_attention"], "sliding_window": 4}
 HEADS: dict[str, tuple[dict[str, Any], Callable[[], Tensors]]] = {
     "eagle": (EAGLE_CONFIG, eagle_tensors),
@@ -170,6 +182,8 @@ def test_each_key_has_its_treatment(tmp_path: Path, kind: str) -> None:
     for key, (_, other) in REFUSED.items():
         if key == "sliding_window" and kind in ("dflash", "speculators"):
             continue  # Qwen's layers have no window without use_sliding_window
+        if is_block and key in OF_BLOCKS:
+            continue
         if is_block and key in ("attention_bias", "mlp_bias"):
             with pytest.raises(ValueError, match=r"lacks \d tensor.*bias"):
                 draft({key: other}).check_weights()
@@ -277,26 +291,34 @@ def test_a_block_drafter_may_have_biases_in_its_feed_forward(tmp_path: Path) -> 
     assert "layers.1.mlp.down.bias" in names
 
 
-LLAMA_KEYS = {
-    "attention_sink_bias": True,
-    "attn_logit_softcapping": 50.0,
-    "final_logit_softcapping": 30.0,
-    "logit_scale": 0.0625,
-    "logits_scaling": 8.0,
-    "query_pre_attn_scalar": 256,
-    "residual_multiplier": 0.22,
-}
-
-
 def test_draft_models_and_modules(tmp_path: Path) -> None:
     """A key is refused if the family does not read it; layers with a window may be named."""
     target = open_target(write_folder(tmp_path / "target", CONFIG, {}))
     path, tensors = tmp_path / "draft", target_tensors()
+    write_folder(path, CONFIG, tensors)
     act = partial(open_draft_model, path, target, with_tokenizer=False)
-    for key, value in LLAMA_KEYS.items():
-        write_folder(path, CONFIG | {key: value}, tensors)
-        with pytest.raises(ValueError, match=rf"config\.json: {key}={value} is not supported"):
-            act()
+    modules = write_mimo(tmp_path / "modules")
+    opened_modules = partial(open_mtp, None, open_target(modules), num_modules=2)
+    for folder, act_of, computed in (
+        (path, act, {"attention_bias", "mlp_bias"}),
+        (modules, opened_modules, {"attention_bias"}),
+    ):
+        body, plain = json.loads((folder / "config.json").read_text()), act_of().config
+        unread = REFUSED.keys() - computed
+        without = WITHOUT_EFFECT | {key: REFUSED[key][0] for key in unread}
+        without = without | {"sliding_window": 8, "max_window_layers": 0}  # they are off
+        (folder / "config.json").write_text(json.dumps(without | body))
+        assert act_of().config == plain
+        for key in unread:
+            (folder / "config.json").write_text(json.dumps(body | {key: REFUSED[key][1]}))
+            if key == "sliding_window" and folder == modules:
+                assert act_of().config == plain  # of Qwen: off without use_sliding_window
+                continue
+            with pytest.raises(ValueError, match=rf"config\.json: {key}=.* is not supported"):
+                act_of()
+    write_folder(path, CONFIG | {"attention_bias": True, "mlp_bias": True}, tensors)
+    with pytest.raises(ValueError, match=r"lacks \d+ tensor.*bias"):
+        act().check_weights()
     kinds = ["sliding_attention", "full_attention", "sliding_attention"]
     named = {"layer_types": kinds, "sliding_window": 4}
     write_folder(path, CONFIG | named, tensors)
