@@ -289,7 +289,7 @@ def _attention(file: _File, num_layers: int) -> tuple[tuple[int, ...], tuple[boo
     """Return the window (0 for none) and the causality of each layer."""
     forced = file.get("use_swa", Flag, False)
     slides, windows = draft_windows(file.body, num_layers, forced)
-    stated = file.top.get("is_causal", Flag, file.get("causal", Flag, None))
+    stated = file.get("is_causal", Flag, file.get("causal", Flag, None))
     non_causal = file.get("sliding_window_non_causal", Flag, False)
     causal = [slide and not non_causal if stated is None else stated for slide in slides]
     return windows, tuple(causal)

@@ -274,7 +274,8 @@ class _Head:
         nested = self.body.fields("transformer_layer_config")
         self.sections = (self.body, nested, self.eagle)
         defaults = DEFAULTS.get(nested.get("model_type", str, ""), {})
-        stated = {key: value for key, value in self.body.values.items() if value is not None}
+        outer = {**self.body.values, **self.eagle.values}
+        stated = {key: value for key, value in outer.items() if value is not None}
         values = {**defaults, **nested.values, **stated}
         self.layer = ReadFields(values, self.path, self.body.keys)
         self.hidden_size = self.layer.get("hidden_size", Size)

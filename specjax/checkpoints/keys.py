@@ -17,11 +17,18 @@ NEUTRAL: dict[str, Any] = dict.fromkeys(_ZERO.split(), 0) | dict.fromkeys(_ONE.s
 # names and shapes of experts, heads, biases and norms must fit.
 _WORDS = re.compile(
     r"scal(e|ing)|multiplier|soft_?cap|_bias$|norm|rope|rotary|attn|attention|window|sliding|swa|"
-    r"sink|(^|_)act(ivation)?(_|$)|residual|alibi|clip|causal|bidirectional"
+    r"sink|(^|_)act(ivation)?(_|$)|residual|alibi|clip|causal|bidirectional|parallel|expert|gated|"
+    r"^(mlp|ffn)_type$"
+)
+# of these, true or 1 is what the networks do, and false or 0 is a change
+_SWITCHES = re.compile(
+    r"(is_|use_)?causal(_attention|_mask)?|(use|apply|has|with)_(rope|rotary(_\w+)?|residual|"
+    r"(final|last|output|input)_(layer_?)?norm|gated_mlp)|scale_att(n_weights|ention_scores)"
 )
 # names with such a word that do not change the network, or whose tensors decide
 _HARMLESS = re.compile(
-    r"^_|dropout|pdrop|implementation|backend|flash|grad|loss|^(use_)?qk_norm$|^max_window_layers$"
+    r"^_|dropout|pdrop|implementation|backend|flash|grad|loss|^(use_)?qk_norm$|"
+    r"^max_window_layers$|^parallel_drafting$|(tensor|model|pipeline|data)_parallel"
 )
 
 
@@ -67,7 +74,9 @@ def refuse_unread(
                 is_refused = value != neutral[key]
             else:
                 is_word = has_words and _WORDS.search(key) and not _HARMLESS.search(key)
-                is_refused = bool(is_word and value)
+                is_factor = type(value) in (int, float) and re.search("scal(e|ing)|multiplier", key)
+                is_neutral = value == 1 if is_factor or _SWITCHES.fullmatch(key) else not value
+                is_refused = bool(is_word and not is_neutral)
             if is_refused:
                 demand = "is not supported; use another model, or remove it if it has no effect"
                 raise section.wrong(key, demand)

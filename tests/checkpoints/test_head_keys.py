@@ -89,37 +89,49 @@ REFUSED: dict[str, tuple[Any, Any]] = {
     "attention_value_scale": (1.0, 0.707),
     "attn_logit_softcapping": (None, 50.0),
     "attn_output_gate": (False, True),
+    "causal": (True, False),
     "clip_qkv": (None, 8.0),
     "embedding_multiplier": (1.0, 12.0),
+    "ffn_type": (None, "moe"),
     "final_logit_softcapping": (None, 30.0),
     "final_logits_softcapping": (None, 30.0),
     "full_attn_mod": (1, 2),
+    "gated_attention": (False, True),
     "input_embedding_scale": (1, 8.0),
+    "is_causal": (True, False),
     "is_neox_style": (True, False),
-    "lm_head_multiplier": (None, 2.0),
+    "lm_head_multiplier": (1.0, 0),
     "logit_scale": (1.0, 0.0625),
     "logits_scaling": (1, 8.0),
     "logits_soft_cap": (None, 30.0),
     "mlp_bias": (False, True),
+    "mlp_type": (None, "gelu"),
+    "num_experts": (0, 8),
     "output_multiplier": (1, 2.0),
+    "parallel_attn": (False, True),
     "query_pre_attn_scalar": (8, 256),
     "residual_multiplier": (1.0, 0.22),
-    "residual_scale": (None, 0.5),
+    "residual_scale": (1.0, 0.5),
     "rope_interleaved": (False, True),
     "rope_is_neox_style": (True, False),
     "rope_local_base_freq": (None, 1e4),
-    "scale_emb": (None, 12),
+    "scale_attn_weights": (True, False),
+    "scale_emb": (1, 12),
     "sliding_window": (None, 8),
     "use_alibi": (False, True),
     "use_bidirectional_attention": (False, True),
+    "use_final_norm": (True, False),
     "use_gemma_norm": (False, True),
     "use_input_layernorm_in_first_layer": (True, False),
     "use_last_layernorm": (True, False),
     "use_mtp_layernorm": (False, True),
+    "use_parallel_residual": (False, True),
+    "use_rope": (True, False),
+    "use_rotary_embedding": (True, False),
     "use_swa": (False, True),
 }
 # of those, block drafters compute these
-OF_BLOCKS = {"use_swa"}
+OF_BLOCKS = {"causal", "is_causal", "use_swa"}
 SLIDES = {"layer_types": ["sliding_attention"], "sliding_window": 4}
 HEADS: dict[str, tuple[dict[str, Any], Callable[[], Tensors]]] = {
     "eagle": (EAGLE_CONFIG, eagle_tensors),
@@ -178,17 +190,16 @@ def test_each_key_has_its_treatment(tmp_path: Path, kind: str) -> None:
     if is_block:
         del without["architectures"], without["draft_vocab_size"]
     assert draft(without).config == plain
-    assert draft({key: neutral for key, (neutral, _) in REFUSED.items()}).config == plain
-    for key, (_, other) in REFUSED.items():
+    table = {x: pair for x, pair in REFUSED.items() if not (is_block and x in OF_BLOCKS)}
+    assert draft({key: neutral for key, (neutral, _) in table.items()}).config == plain
+    for key, (_, other) in table.items():
         if key == "sliding_window" and kind in ("dflash", "speculators"):
             continue  # Qwen's layers have no window without use_sliding_window
-        if is_block and key in OF_BLOCKS:
-            continue
         if is_block and key in ("attention_bias", "mlp_bias"):
             with pytest.raises(ValueError, match=r"lacks \d tensor.*bias"):
                 draft({key: other}).check_weights()
             continue
-        with pytest.raises(ValueError, match=rf"config\.json.*{key}={other}"):
+        with pytest.raises(ValueError, match=rf"config\.json.*{key}={other!r}"):
             draft({key: other})
 
 
@@ -205,8 +216,10 @@ def test_nested_keys_are_not_ignored(tmp_path: Path, kind: str, place: str) -> N
     for key in ("logit_scale", "final_logit_softcapping", "residual_multiplier"):
         with pytest.raises(ValueError, match=f"{place}: {key}=0.5 is not supported"):
             draft({key: 0.5}, place)
+    assert draft({"hidden_act": "gelu"}, place).config.activation == "gelu"
     if kind == "dflash":
-        assert draft({"hidden_act": "gelu"}, place).config.activation == "gelu"
+        for is_causal in (True, False):
+            assert draft({"is_causal": is_causal}, place).config.causal == (is_causal,)
 
 
 @pytest.mark.parametrize(
