@@ -44,13 +44,17 @@ _SPLITS: dict[str, str | None] = {
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _QWEN2),
     "tekken": _TEKKEN,
 }
+# values of `tokenizer.ggml.pre` whose models begin texts with BOS
+_BEGINS = ("llama3", "llama-v3", "llama-bpe", "pixtral", "tekken")
 
 
 def tokenizer_from_gguf(file: GGUFFile) -> Tokenizer:
     """Build the tokenizer of a GGUF file.
 
     It encodes as transformers does with the same file (``gguf_file=``): control tokens are special,
-    user-defined tokens are matched whole, and ``tokenizer.ggml.pre`` selects the split.
+    user-defined tokens are matched whole, and ``tokenizer.ggml.pre`` selects the split. One rule is
+    that of llama.cpp, because the models need it: without ``tokenizer.ggml.add_bos_token``, texts
+    begin with BOS if the vocabulary is of SentencePiece or its split is of Llama 3 or Mistral.
     """
     data = file.metadata
     model = data.get("tokenizer.ggml.model", str, None)
@@ -86,8 +90,7 @@ def tokenizer_from_gguf(file: GGUFFile) -> Tokenizer:
     backend.add_tokens(added[_USER_DEFINED])  # matched whole
     named = dict.fromkeys(special.values())
     backend.add_special_tokens([AddedToken(x, normalized=False, special=True) for x in named])
-    # as in llama.cpp, SentencePiece begins texts with BOS unless the file says otherwise
-    default = {"tokenizer.ggml.add_bos_token": True} if model == "llama" else {}
+    default = {"tokenizer.ggml.add_bos_token": model == "llama" or pre in _BEGINS}
     set_template(backend, special, Fields({**default, **data.values}, data.where), _PREFIX)
     return Tokenizer(
         backend,

@@ -425,12 +425,22 @@ def test_gguf_vocabulary(tmp_path: Path) -> None:
     assert tokenizer.eos_token_ids == (tokens.index("<|end|>"), tokens.index("<|turn|>"))
 
 
-def test_gguf_adds_bos_if_configured(tmp_path: Path) -> None:
-    file = write_vocabulary(tmp_path / "t.gguf", **{"ggml.add_bos_token": True})
-    tokenizer = tokenizer_from_gguf(file)
-    bos = tokenizer.backend.token_to_id(tokenizer.special_tokens["bos_token"])
-    assert tokenizer.encode("a")[0] == bos
-    assert tokenizer.encode("a", add_special_tokens=False) == tokenizer.encode("a")[1:]
+@pytest.mark.parametrize(
+    ("pre", "begins"),
+    [
+        *dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "pixtral", "tekken"), True).items(),
+        *dict.fromkeys(("gpt-2", "qwen2", "smollm", "dbrx", "glm4"), False).items(),
+    ],
+)
+def test_gguf_adds_bos_if_configured(tmp_path: Path, pre: str, begins: bool) -> None:
+    """Without the flag, the models whose split is named decide."""
+    for flag, is_added in {True: True, False: False, None: begins}.items():
+        changes = {"ggml.pre": pre, "ggml.add_bos_token": flag}
+        file = write_vocabulary(tmp_path / "t.gguf", **changes)
+        tokenizer = tokenizer_from_gguf(file)
+        bos = tokenizer.backend.token_to_id(tokenizer.special_tokens["bos_token"])
+        ids = tokenizer.encode("a", add_special_tokens=False)
+        assert tokenizer.encode("a") == [bos] * is_added + ids
 
 
 @pytest.mark.parametrize(
