@@ -7,8 +7,11 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import starmap
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from specjax.checkpoints.checkpoint import Checkpoint
 from specjax.checkpoints.gguf import GGUFFile
@@ -16,13 +19,15 @@ from specjax.checkpoints.gguf_model import gguf_config, gguf_source
 from specjax.checkpoints.gguf_tokenizer import tokenizer_from_gguf
 from specjax.checkpoints.huggingface import OF_IMAGES, huggingface_config, open_text, text_name
 from specjax.checkpoints.quantization import SUFFIXES
-from specjax.checkpoints.tensors import copy_header
+from specjax.checkpoints.tensors import FLOATS, TensorSource, cast, copy_header
 from specjax.config import DTYPES, EMBEDDED_MODELS, ModelConfig
 from specjax.json_file import read_text
 from specjax.models.decoder import CausalLM
 from specjax.models.eagle import MTP_PREFIX
 from specjax.text.tokenizer import Tokenizer
 
+_OUTPUT = "lm_head.weight"
+_COMPARED = 4096  # rows of copies that are compared at once
 _HEADS = Path(__file__).parent / "heads"
 
 
@@ -219,9 +224,23 @@ class TargetCheckpoint(Checkpoint[ModelConfig]):
         """Map the name that a tensor has in a model with images to that in a text model."""
         return text_name(name)
 
+    def check_values(self, source: TensorSource) -> None:
+        """Raise ValueError if the copy of tied embeddings differs from them."""
+        table, copy = self.recipes["embedding.table"].parts[0].name, source.infos.get(_OUTPUT)
+        if not self.config.tie_word_embeddings or copy is None or copy.dtype not in FLOATS:
+            return  # a quantised copy differs
+        pair, dtype = [source.read(table), source.read(_OUTPUT)], self.config.dtypes.activations
+        starts = range(0, len(pair[0]), _COMPARED)
+        blocks = ([cast(x[i : i + _COMPARED], dtype) for x in pair] for i in starts)
+        if pair[0].shape != pair[1].shape or not all(starmap(np.array_equal, blocks)):
+            raise ValueError(
+                f"tensor {_OUTPUT!r} in {copy.path} differs from {table!r}, but the configuration "
+                "has tie_word_embeddings=true; set it to false to use it, or remove the tensor"
+            )
+
     def is_ignored(self, name: str) -> bool:
         """Whether a tensor is a copy of tied embeddings, or of an MTP module or of images."""
-        is_head = name.removeprefix("lm_head.weight") in ("", *SUFFIXES)
+        is_head = name.removeprefix(_OUTPUT) in ("", *SUFFIXES)
         is_copy = self.config.tie_word_embeddings and is_head
         return is_copy or name.startswith(MTP_PREFIX) or OF_IMAGES.match(name) is not None
 

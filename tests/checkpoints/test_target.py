@@ -68,13 +68,22 @@ def test_layout_of_shards_biases_and_wide_heads(tmp_path: Path) -> None:
     check_layout(open_target(write_sharded(tmp_path, CONFIG | changes, tensors)), tensors)
 
 
-def test_tied_head_is_not_read(tmp_path: Path) -> None:
-    tensors = target_tensors()
-    config = CONFIG | {"tie_word_embeddings": True}
+def test_the_head_of_a_tied_model_is_a_copy(tmp_path: Path) -> None:
+    tensors = target_tensors(tied=True)
+    config, table = CONFIG | {"tie_word_embeddings": True}, tensors["model.embed_tokens.weight"]
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(4, np.float32)
-    checkpoint = open_target(write_folder(tmp_path, config, tensors))
-    check_layout(checkpoint, tensors)
-    assert "lm_head.kernel" not in checkpoint.load_weights()
+    rounded = table.astype(ml_dtypes.bfloat16)
+    for dtype, copy in (("float32", table), ("bfloat16", table), ("bfloat16", rounded)):
+        path = write_folder(tmp_path, config, tensors | {"lm_head.weight": copy})
+        checkpoint = open_target(path, dtype=dtype)
+        check_layout(checkpoint, tensors)
+        assert "lm_head.kernel" not in checkpoint.load_weights()
+    other = table.copy()
+    other[-1, 0] += 1
+    for copy in (other, table[1:], rounded):
+        write_folder(tmp_path, config, tensors | {"lm_head.weight": copy})
+        with pytest.raises(ValueError, match=r"'lm_head\.weight' in .* tie_word_embeddings=true"):
+            open_target(tmp_path, dtype="float32").load_weights()
 
 
 @pytest.mark.parametrize("stored", ["float32", "float16", "bfloat16"])
