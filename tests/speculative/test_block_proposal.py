@@ -12,7 +12,7 @@ import pytest
 
 from specjax.config import BlockConfig
 from specjax.kv.pages import PageView
-from specjax.models.block import BlockDraft
+from specjax.models.block import BlockDraft, MarkovHead
 from specjax.models.flat import FlatModel
 from specjax.sampling.draw import SamplingConfig
 from specjax.speculative.algorithm import Batch
@@ -148,6 +148,119 @@ class Reference(NumpyLayers):
 
 def sigmoid(x: np.ndarray) -> Any:
     return 1 / (1 + np.exp(-x))
+
+
+class Called(SimpleNamespace):
+    """Named values, and a function that a call calls."""
+
+    def __init__(self, function: Any, **values: Any) -> None:
+        super().__init__(function=function, **values)
+
+    def __call__(self, *inputs: Any) -> Any:
+        return self.function(*inputs)
+
+
+def test_the_state_of_a_recurrent_markov_head() -> None:
+    rng, config = np.random.default_rng(2), CASES["rnn, anchor first"]
+    kernel = rng.normal(size=(SIZE + 2 * RANK, 3 * RANK))
+    reference = Reference(config, {"markov.joint.kernel": kernel}, np.zeros((1, 1)))
+    table = rng.normal(size=(VOCAB, RANK))
+    head: Any = SimpleNamespace(
+        gate=None,
+        embedding=lambda ids: table[ids],
+        joint=lambda x: np.asarray(x) @ kernel,
+        output=lambda read, dtype: read,
+    )
+    hidden, state = rng.normal(size=(3, SIZE)), np.zeros(RANK)
+    ours: Any = np.zeros((1, RANK))
+    for token, row in zip((3, 7, 5), hidden, strict=True):
+        read, state = reference.markov(table[token], row, state)
+        bias, ours = MarkovHead.__call__(head, jnp.array([token]), row[None], ours)
+        np.testing.assert_allclose(bias[0], read, rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(ours[0], state, rtol=1e-4, atol=1e-6)
+
+
+def test_only_causal_layers_attend_causally() -> None:
+    def layer(x: Any, delta: Any, rope: Any, kv: Any, i: int, how: Any) -> tuple[Any, ...]:
+        return None, x, delta, (*kv, (i, how))
+
+    for causal in (True, False), (False, True):
+        draft: Any = SimpleNamespace(
+            config=replace(GATED, causal=causal),
+            embed=lambda tokens, target: tokens,
+            layers=[layer, layer],
+            norm=SimpleNamespace(add=lambda x, delta: (None, x)),
+        )
+        tokens, hows = np.zeros((1, 2), np.int32), {True: "causal", False: "block"}
+        inputs: Any = tokens, tokens, (), "block", "causal", None
+        assert BlockDraft.__call__(draft, *inputs)[1] == tuple(enumerate(hows[x] for x in causal))
+
+
+def test_the_confidence_head_reads_the_token_before_a_draft() -> None:
+    rng = np.random.default_rng(3)
+    table, kernel = rng.normal(size=(VOCAB, RANK)), rng.normal(size=(SIZE + RANK, 1))
+    hidden, before = rng.normal(size=(1, 2, SIZE)), np.array([[4, 9]])
+    draft: Any = SimpleNamespace(
+        config=GATED,
+        markov=SimpleNamespace(embedding=lambda ids: table[ids]),
+        confidence_head=lambda x, dtype: np.asarray(x) @ kernel,
+    )
+    expected = sigmoid(np.concatenate([hidden, table[before]], axis=-1) @ kernel)[..., 0]
+    ours = BlockDraft.confidences(draft, hidden, before)  # type: ignore[arg-type]
+    np.testing.assert_allclose(ours, expected, rtol=1e-4)
+
+
+def test_drafts_read_what_was_drafted_before_them() -> None:
+    """The Markov head gets the previous draft and its own state."""
+    rng, size = np.random.default_rng(5), GATED.block
+    rows = rng.normal(size=(2, size, VOCAB))  # states that are logits
+    tables = jnp.asarray(rng.normal(size=(2, VOCAB, VOCAB)) * 2)
+
+    def markov(tokens: Any, hidden: Any, state: Any) -> tuple[Any, Any]:
+        return tables[0][tokens] + tables[1][state], (state * 3 + tokens) % VOCAB
+
+    draft = Called(
+        lambda *inputs: (jnp.asarray(rows), inputs),
+        config=GATED,
+        vocabulary=None,
+        markov=Called(markov, kind="rnn", start=lambda batch: jnp.zeros(batch, int)),
+        logits=lambda hidden, target: hidden,
+        target_ids=lambda ids: ids,
+        confidences=lambda hidden, before: before / 100,
+    )
+
+    def propose(lens: Any, bonus: Any) -> Any:
+        batch = Batch(
+            target=None,  # type: ignore[arg-type]
+            draft=draft,
+            pages=SimpleNamespace(attend=lambda lens, size, tree_mask=None: tree_mask),  # type: ignore[arg-type]
+            sampling=None,  # type: ignore[arg-type]
+            slots=lens,
+            seq_lens=lens,
+            bonus_tokens=bonus,
+            tokens=lens,
+            draw=SamplingConfig(greedy=True, implementation="xla", reads_confidence=True),
+        )
+        shape = DraftShape(DRAFTS, 1, DRAFTS + 1, size)
+        tree, inputs = DSPARK.propose(batch, (), (), shape)
+        return tree.draft_tokens, tree.confidences, inputs
+
+    places, bonuses = np.array(LENS), np.array(BONUS)
+    drafted, confidences, inputs = jax.jit(propose)(places, bonuses)
+    tokens, positions, _, mask, causal_mask, _ = inputs
+    np.testing.assert_array_equal(positions, places[:, None] + np.arange(size))
+    np.testing.assert_array_equal(tokens[:, 0], bonuses)
+    assert (tokens[:, 1:] == GATED.mask_token_id).all()
+    assert mask.shape == (2, size, size)
+    assert mask.all()
+    assert causal_mask is None
+    for row, bonus in enumerate(BONUS):
+        chain, state = [bonus], 0
+        for logits in rows[row, 1:]:
+            bias, state = markov(chain[-1], None, state)
+            chain.append(int(np.argmax(logits + bias)))
+        assert drafted[row].tolist() == chain
+        np.testing.assert_allclose(confidences[row], np.array(chain[:-1]) / 100, rtol=1e-6)
 
 
 @pytest.mark.slow
