@@ -133,7 +133,7 @@ def decide_pages(
         config = replace(config, window_pages=pools)
         needs = sizing.memory_needs(networks, config, temporary_bytes, transit_tokens)
         try:
-            num_pages = sizing.plan_pages(
+            num_pages, spare = sizing.plan_pages(
                 needs,
                 config,
                 memory=memory,
@@ -146,7 +146,10 @@ def decide_pages(
             continue
         if all(num_pages > count for _, count in pools):  # otherwise, a split would save nothing
             break
-    return replace(config, num_pages=num_pages), needs
+    config = replace(config, num_pages=num_pages)
+    pools = sizing.grown_window_pages(networks.target.caches, config, spare)
+    config = replace(config, window_pages=pools)
+    return config, sizing.memory_needs(networks, config, temporary_bytes, transit_tokens)
 
 
 def plan_engine(args: EngineArgs) -> EnginePlan:

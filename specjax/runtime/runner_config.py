@@ -192,6 +192,16 @@ def window_pages(caches: Sequence[Cache], config: RunnerConfig) -> tuple[tuple[i
     return pools if all(4 * count < most for _, count in pools) else ()
 
 
+def grown_window_pages(
+    caches: Sequence[Cache], config: RunnerConfig, spare: int
+) -> tuple[tuple[int, int], ...]:
+    """Add the pages that ``spare`` bytes hold to each pool for windows, up to ``num_pages``."""
+    pools = config.window_pages
+    page_bytes = tree_bytes(pool_shapes(caches, (0, *[config.page_size] * len(pools))))
+    added = spare // max(1, page_bytes)
+    return tuple((window, min(count + added, config.num_pages)) for window, count in pools)
+
+
 def device_memory(device: jax.Device) -> int:
     """Number of bytes that the process can allocate on a device; on a CPU, physical memory."""
     stats = device.memory_stats() if device.platform != "cpu" else None
@@ -207,8 +217,10 @@ def plan_pages(
     memory: int,
     max_total_tokens: int | None,
     mem_fraction_static: float | None,
-) -> int:
-    """Decide the number of pages, including the padding page; ``config.num_pages`` is ignored.
+) -> tuple[int, int]:
+    """Decide the number of pages, including the padding page, and return it with the spare bytes.
+
+    ``config.num_pages`` is ignored. Bytes are spare if requests could not use another page.
 
     If ``max_total_tokens`` is set, it is rounded up to pages. Otherwise, as in SGLang, weights and
     KV together take the fraction ``mem_fraction_static`` of ``memory``, but there are never more
@@ -218,7 +230,7 @@ def plan_pages(
     fraction = mem_fraction_static or default
     weight_bytes, token_bytes, temporary, window_bytes = needs
     page_bytes = token_bytes * config.page_size
-    available = memory - temporary - weight_bytes - window_bytes
+    available, spare = memory - temporary - weight_bytes - window_bytes, 0
     if available < 2 * page_bytes:
         raise ValueError(
             f"no KV page fits into {memory / 1e9:.2f} GB with {weight_bytes / 1e9:.2f} GB of "
@@ -245,7 +257,8 @@ def plan_pages(
                 f"{weight_bytes / 1e9:.2f} GB of weights, leaves {budget / 1e9:.2f} GB; raise "
                 "mem_fraction_static"
             )
-    return num_pages
+        spare = budget - num_pages * page_bytes
+    return num_pages, spare if spare >= page_bytes else 0
 
 
 # On a GPU, XLA computes products of one row with a matrix-vector path, which launches more kernels.

@@ -118,6 +118,30 @@ def test_layers_share_a_pool_where_two_do_not_fit(family: Any, monkeypatch: Any)
     assert (small.config.window_pages, small.needs.window_bytes) == ((), 0)
 
 
+@pytest.mark.usefixtures("few_window_pages")
+def test_free_memory_holds_more_windows(family: Any, monkeypatch: Any) -> None:
+    """Once all requests have their pages, up to as many window pages as pages."""
+    args = EngineArgs(**family[1].arguments(speculative=False, dtype="float32"))
+    config = plan_engine(args).config
+    fixed = plan_engine(replace(args, max_total_tokens=config.max_total_tokens))
+    [(window, count)] = fixed.config.window_pages
+    weight_bytes, token_bytes, _, window_bytes = fixed.needs
+    size, most = window_bytes // count, config.num_pages
+    pages = most * config.page_size * token_bytes
+    monkeypatch.setattr(plan, "MEMORY_GRANULE", 1)
+    for added, expected in ((0, count), (3, count + 3), (most, most)):
+        room = 2 * (weight_bytes + window_bytes + pages + added * size)  # half of it is for KV
+        monkeypatch.setattr(plan.sizing, "device_memory", lambda _, room=room: room)
+        planned = plan_engine(args)
+        assert planned.config.window_pages == ((window, expected),)
+        assert (planned.config.num_pages, planned.needs.window_bytes) == (most, expected * size)
+    monkeypatch.setattr(
+        plan.sizing, "device_memory", lambda _: 2 * (weight_bytes + window_bytes + pages - 1)
+    )
+    less = plan_engine(args).config
+    assert (less.num_pages, less.window_pages) == (most - 1, ((window, count),))
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("few_window_pages")
 @pytest.mark.parametrize("device", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])

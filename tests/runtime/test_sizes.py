@@ -36,7 +36,7 @@ def plan(memory: int = 10_000, **changes: Any) -> int:
     needs = NEEDS._replace(**{n: changes.pop(n) for n in NEEDS._fields if n in changes})
     config = CONFIG | {n: changes.pop(n) for n in CONFIG if n in changes}
     limits = {"max_total_tokens": None, "mem_fraction_static": None} | changes
-    return plan_pages(needs, replace(BASE, **config), memory=memory, **limits)
+    return plan_pages(needs, replace(BASE, **config), memory=memory, **limits)[0]
 
 
 def test_max_total_tokens_excludes_the_padding_page() -> None:
