@@ -58,6 +58,14 @@ def test_a_grammar_begins_at_once_unless_the_prompt_has_begun_reasoning(
     assert made.advance([ids[0], END_ID, *ids[1:]]) == 5
 
 
+def test_lists_of_tokens_limit_the_reasoning_too(factory: RequestFactory) -> None:
+    (a, b) = TOKENIZER.encode("ab", add_special_tokens=False)
+    for params in ({"allowed_token_ids": [a, END_ID]}, {"bad_words": ["b"]}):
+        made = constraint_of(factory, f"hi{START}\n", **params)
+        assert made is not None
+        assert made.advance([a, a, b]) == 2
+
+
 def test_the_last_tag_of_a_prompt() -> None:
     tags = ReasoningTags.of(TOKENIZER)
     assert tags.start is None
