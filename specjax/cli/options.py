@@ -54,7 +54,6 @@ def add_command(
         fromfile_prefix_chars=file_prefix,
         allow_abbrev=False,
     )
-    parser.convert_arg_line_to_args = _option_of_line
     parser.set_defaults(run=run)
     return parser
 
@@ -181,11 +180,6 @@ def _integer(text: str) -> int:
 
 def _integers(text: str) -> list[int]:
     return [int(number) for number in text.split(",")]
-
-
-def _option_of_line(line: str) -> list[str]:
-    """Return the option in a line of an ``@FILE``; empty lines and comments have none."""
-    return [line] if line.strip() and not line.startswith("#") else []
 
 
 def _first_line(path: str) -> str:

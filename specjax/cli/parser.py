@@ -25,25 +25,38 @@ LIKENESS = 0.8  # minimum similarity (0 to 1) that makes an unknown option a mis
 
 
 class Parser(argparse.ArgumentParser):
-    """Reports unknown options with the usage of the command; ``_`` in options counts as ``-``."""
+    """Reports unknown options with the usage of the command; ``_`` in options counts as ``-``.
+
+    With ``fromfile_prefix_chars``, a line of a file is an option. Empty lines and lines that start
+    with ``#`` are ignored.
+    """
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        words = map(_with_dashes, sys.argv[1:] if args is None else args)
-        parsed, unknown = super().parse_known_args(list(words), namespace)
+        words = list(sys.argv[1:] if args is None else args)
+        end = words.index("--") if "--" in words else len(words)  # words after -- are not options
+        words[:end] = map(self._with_dashes, words[:end])
+        parsed, unknown = super().parse_known_args(words, namespace)
         if unknown:
             names = (word.partition("=")[0] for word in unknown if word.startswith("--"))
-            close = (get_close_matches(x, self._option_string_actions, 1, LIKENESS) for x in names)
+            words = (name.replace("_", "-") for name in names)
+            close = (get_close_matches(x, self._option_string_actions, 1, LIKENESS) for x in words)
             matches = ", ".join(name for match in close for name in match)
             hint = matches and f"; did you mean {matches}?"
             self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
         return parsed, unknown
 
+    def convert_arg_line_to_args(self, line: str) -> list[str]:
+        has_option = line.strip() and not line.startswith("#")
+        return [self._with_dashes(line)] if has_option else []
 
-def _with_dashes(word: str) -> str:
-    name, equals, value = word.partition("=")
-    return name.replace("_", "-") + equals + value if word.startswith("--") else word
+    def _with_dashes(self, word: str) -> str:
+        """Return an option of this parser as its name is declared; other words may be values."""
+        name, equals, value = word.partition("=")
+        option = name.replace("_", "-")
+        is_option = word.startswith("--") and option in self._option_string_actions
+        return option + equals + value if is_option else word
 
 
 class _OtherName(argparse.Action):

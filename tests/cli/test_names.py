@@ -221,6 +221,34 @@ def test_errors_name_the_option_that_was_typed(capsys) -> None:
         assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "dest", "value"),
+    [
+        (["--snake_case name?"], "prompt", "--snake_case name?"),
+        (["--seed_a b", "--stop", "--- a_b c"], "stop", ["--- a_b c"]),
+        (["--", "--max_new_tokens"], "prompt", "--max_new_tokens"),
+        (["p", "--max_new_tokens", "7"], "max_new_tokens", 7),
+        (["p", "--stop=--max_new_tokens"], "stop", ["--max_new_tokens"]),
+    ],
+)
+def test_only_names_of_options_are_changed(words: list[str], dest: str, value: Any) -> None:
+    assert getattr(_PARSER.parse_args(["generate", *words]), dest) == value
+
+
+def test_options_of_a_file_have_the_same_names(tmp_path: Path) -> None:
+    path = tmp_path / "options"
+    path.write_text("# a_b\n\n--max_model_len=5\n--served_model_name=a_b\n--model\n__a_b\n")
+    args = _PARSER.parse_args(["serve", f"@{path}"])
+    assert (args.context_length, args.served_model_name, args.model) == (5, "a_b", "__a_b")
+
+
+def test_unknown_options_are_reported_as_typed(capsys) -> None:
+    with pytest.raises(SystemExit):
+        _PARSER.parse_args(["serve", "m", "--max_modle_len=a_b"])
+    error = capsys.readouterr().err
+    assert error.endswith(": --max_modle_len=a_b; did you mean --max-model-len?\n")
+
+
 def test_the_same_model_may_be_named_twice() -> None:
     assert parse("serve m --model-path m")["model"] == "m"
 
