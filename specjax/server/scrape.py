@@ -1,6 +1,7 @@
 """``/metrics``: the engine's metrics, those of the server and its process, and names of vLLM."""
 
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import version
@@ -13,7 +14,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 import specjax
 from specjax.engine.engine import Engine
 from specjax.metrics import METRICS, PREFIX, Metric, families
+from specjax.scheduling.loop import EngineFault
 from specjax.server.exchange import Exchange
+from specjax.server.fields import ApiError
 from specjax.server.service import STATES, Service
 
 METRICS_KIND = b"text/plain; version=0.0.4; charset=utf-8"
@@ -55,7 +58,7 @@ async def metrics(service: Service, exchange: Exchange) -> None:
 class ServerMetrics:
     """All metric families of a server, in the form of a Prometheus registry.
 
-    Those of the engine are missing while it is loading, and after it has failed.
+    Those of the engine are missing while it is loading, after it has failed and after it is closed.
     """
 
     service: Service
@@ -78,7 +81,7 @@ class ServerMetrics:
         )
         ignored.add_metric([], service.ignored_fields.count)
         yield ignored
-        if state == "ready":
+        with suppress(ApiError, EngineFault):  # a server that is stopping still has its engine
             yield from _of_engine(service.engine, service.name)
 
 
@@ -98,5 +101,5 @@ def _info(name: str, text: str, labels: dict[str, str]) -> GaugeMetricFamily:
 
 @cache
 def _versions() -> dict[str, str]:
-    own = {"version": specjax.__version__, "python": python_version()}
-    return own | {name: version(name) for name in ("jax", "jaxlib")}
+    libraries = {name: version(name) for name in ("jax", "jaxlib")}
+    return {"version": specjax.__version__, "python": python_version()} | libraries

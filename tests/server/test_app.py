@@ -5,6 +5,7 @@ import re
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -13,7 +14,10 @@ from starlette.routing import Mount
 
 from specjax import Engine
 from specjax.engine.names import ROUTES
+from specjax.scheduling.loop import EngineFault
 from specjax.server import app, make_app
+from specjax.server.scrape import ServerMetrics
+from specjax.server.service import Service
 from specjax.testing import Client, running
 
 from .conftest import MODEL
@@ -133,6 +137,30 @@ def test_the_dashboard_asks_for_metrics_that_are_there(client) -> None:
     asked = {name for query in queries for name in re.findall(r"specjax:\w+", query)}
     assert len(asked) > 10
     assert asked <= {name for name, _ in scraped(client)}
+
+
+def test_alerts_count_no_probes_and_notice_a_server_that_is_gone() -> None:
+    folder = Path(__file__).parents[2] / "examples" / "deploy"
+    rules = (folder / "rules.yaml").read_text("utf-8")
+    (probes,) = re.findall(r'http_responses_total\{.*endpoint!~"([^"]+)"', rules)
+    paths = [entry.path for entry in app.route(Mock(access=Mock(origins=[]))).routes]
+    excluded = {path for path in paths if re.fullmatch(probes, path)}
+    assert excluded == {"/health", "/health_generate", "/ping"}
+    (job,) = re.findall(r"job_name: (\w+)", (folder / "prometheus.yaml").read_text("utf-8"))
+    (ready,) = re.findall(r"expr: (.*ready.*)", rules)
+    assert ready.endswith(f' or up{{job="{job}"}} == 0')
+
+
+@pytest.mark.parametrize("error", [None, ValueError("closed"), EngineFault("lost")])
+def test_a_server_that_stops_has_metrics_of_its_engine(engine, monkeypatch, error) -> None:
+    service = Service(engine)
+    service.stop()
+    if error is not None:
+        monkeypatch.setattr(engine, "check_health", Mock(side_effect=error))
+    families = {family.name: family for family in ServerMetrics(service).collect()}
+    assert ("vllm:num_requests_running" in families) == (error is None)
+    (state,) = (x for x in families["specjax:server_state"].samples if x.value)
+    assert state.labels["state"] == "stopping"
 
 
 def test_responses_are_counted_by_route_and_status(client) -> None:
