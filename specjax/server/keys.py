@@ -3,13 +3,19 @@
 import logging
 from pathlib import Path
 
+from specjax.json_file import read_text
+
 logger = logging.getLogger(__name__)
 
 
 class KeyFile:
     """The keys in the lines of a file; empty lines and those that begin with # have none.
 
-    Raises ValueError if the file has no keys, or if a key has whitespace or is not printable.
+    Raises ValueError if the path is not a regular UTF-8 file, if the file has no keys, or if a key
+    has whitespace or is not printable.
+
+    Attributes:
+        keys: the encoded keys, each once.
     """
 
     def __init__(self, path: Path) -> None:
@@ -25,15 +31,20 @@ class KeyFile:
         else:
             logger.info("read %d API keys from %s", len(self.keys), self._path)
 
-    def _read(self) -> tuple[str, ...]:
-        keys = []
-        for number, line in enumerate(self._path.read_text(encoding="utf-8").splitlines(), 1):
-            key = line.strip()
+    def _read(self) -> tuple[bytes, ...]:
+        try:
+            text = read_text(self._path)
+        except ValueError as error:
+            raise ValueError(f"--api-key-file: {error}") from None
+        where, keys = f"--api-key-file={self._path}", []
+        # splitlines() would also split at characters that a key must not have
+        for number, line in enumerate(text.removeprefix("\ufeff").split("\n"), 1):
+            key = line.strip(" \t\r")
             if not key or key.startswith("#"):
                 continue
             if key.split() != [key] or not key.isprintable():
-                raise ValueError(f"{self._path}, line {number}: a key must have no whitespace")
-            keys.append(key)
+                raise ValueError(f"{where}, line {number}: a key must be printable, no whitespace")
+            keys.append(key.encode())
         if not keys:
-            raise ValueError(f"--api-key-file={self._path} must have at least one key")
-        return tuple(keys)
+            raise ValueError(f"{where} must have at least one key")
+        return tuple(dict.fromkeys(keys))

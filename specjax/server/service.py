@@ -67,8 +67,9 @@ class Access:
         """Raise ApiError if the caller may not use the server."""
         if self.has_keys:
             keys = () if self.key_file is None else self.key_file.keys
-            sent_key = _check_key(exchange, self.api_key, self.admin_api_key, *keys)
-            if len({self.api_key, *keys} - {None}) > 1:
+            sent_key = _check_key(exchange, self.api_key, self.admin_api_key, further_keys=keys)
+            client_keys = {*keys, *([self.api_key.encode()] if self.api_key else [])}
+            if len(client_keys) > 1:
                 # each client has a key; a digest, because it is kept while its requests wait
                 exchange.caller = blake2b(sent_key, digest_size=16).digest()
         elif self.is_private:
@@ -103,14 +104,16 @@ class Access:
             raise ApiError(403, message, code="cross_site")
 
 
-def _check_key(exchange: Exchange, *keys: str | None) -> bytes:
+def _check_key(
+    exchange: Exchange, *keys: str | None, further_keys: Collection[bytes] = ()
+) -> bytes:
     """Return the key that was sent; raise ApiError if it is none of ``keys``."""
     scheme, _, sent_key = (exchange.header(b"authorization") or b"").partition(b" ")
     if scheme.lower() != b"bearer":
         sent_key = exchange.header(b"x-api-key") or b""
     sent_key = sent_key.strip()
     # bytes: hmac cannot compare non-ASCII strings in constant time
-    valid_keys = [key.encode() for key in keys if key is not None]
+    valid_keys = (*(key.encode() for key in keys if key is not None), *further_keys)
     if not any(hmac.compare_digest(sent_key, key) for key in valid_keys):
         message = "API key missing or wrong; send 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
         raise ApiError(401, message, code="invalid_api_key")

@@ -6,6 +6,7 @@ import signal
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -85,7 +86,12 @@ def test_keys_of_a_file_are_read_again(tmp_path, caplog) -> None:
     path.write_text("three\n")
     key_file.reload()
     assert codes() == [wrong, wrong, "not_local", wrong, wrong]
-    for text, reason in (("", "must have at least one key"), ("four\na b", "line 2: a key must")):
+    for text, reason in (
+        ("", f"--api-key-file={path} must have at least one key"),
+        ("four\na b", f"--api-key-file={path}, line 2: a key must"),
+        ("four\r\nfi\x85ve", "line 2: a key must"),
+        ("four\ufeff", "line 1: a key must"),
+    ):
         path.write_text(text)
         key_file.reload()
         assert reason in caplog.messages[-1]
@@ -97,6 +103,21 @@ def test_keys_of_a_file_are_read_again(tmp_path, caplog) -> None:
     assert Access(key_file=key_file).has_keys
     assert not Access().has_keys
     assert "three" not in caplog.text
+
+
+def test_keys_of_a_file_are_stored_once_as_bytes(tmp_path) -> None:
+    path = tmp_path / "keys"
+    path.write_bytes("\ufeff# clients\r\none\r\ntwö\none\n".encode())
+    assert KeyFile(path).keys == (b"one", "twö".encode())
+
+
+def test_a_key_file_must_be_regular(tmp_path) -> None:
+    """A pipe would block the server."""
+    for path in (Path("/dev/null"), tmp_path):
+        with pytest.raises(ValueError, match=f"--api-key-file: {path} is not a regular file"):
+            KeyFile(path)
+    with pytest.raises(ValueError, match=f"--api-key-file: {tmp_path / 'keys'} is missing"):
+        KeyFile(tmp_path / "keys")
 
 
 def test_a_signal_reads_the_keys_again() -> None:
