@@ -3,16 +3,15 @@
 import argparse
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr
 from importlib.metadata import version
-from types import MappingProxyType
 from typing import Any
 
 from specjax import logs
 from specjax.cli import audit, commands, generate
 from specjax.cli.options import engine_arguments
-from specjax.cli.parser import Parser
+from specjax.cli.parser import Parser, typed_name
 from specjax.engine.args import check_options
 from specjax.engine.names import COMMANDS
 
@@ -39,16 +38,14 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def report_error(
-    program: str, error: Exception, typed_names: Mapping[str, str] = MappingProxyType({})
-) -> int:
+def report_error(program: str, error: Exception, option: str | None = None) -> int:
     """Print an error as one line on standard error; return the exit status.
 
-    ``typed_names`` has options that the user passed under other names.
+    ``option`` is what the user typed, if the error calls it by another name.
     """
     message = " ".join(str(error).split()) or type(error).__name__
-    if typed_name := typed_names.get(getattr(error, "param", None) or ""):
-        message = f"{typed_name}: {message}"
+    if option:
+        message = f"{option}: {message}"
     print(f"{program}: error: {message}", file=sys.stderr)
     return EXIT_BAD_INPUT
 
@@ -101,4 +98,4 @@ def main(argv: Sequence[str] | None = None, *, make_engine: Callable[..., Any] =
         logs.discard_output()
         return EXIT_BROKEN_PIPE
     except (ValueError, OSError, ImportError, NotImplementedError) as error:
-        return report_error("specjax", error, getattr(args, "typed_names", {}))
+        return report_error("specjax", error, typed_name(args, error))

@@ -1,7 +1,7 @@
 """An argument parser that answers options of vLLM and SGLang, as ``specjax.engine.names`` says."""
 
 import argparse
-import json
+import re
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -13,12 +13,13 @@ from specjax.engine.names import (
     NEUTRAL,
     NOTES,
     REFUSED,
+    SPECULATIVE_CONFIG,
     SWITCHES,
     VALUES,
     WITHOUT_EFFECT,
     explain,
     flag,
-    speculative_options,
+    read_speculative_config,
 )
 
 LIKENESS = 0.8  # minimum similarity (0 to 1) that makes an unknown option a misspelling
@@ -41,7 +42,7 @@ class Parser(argparse.ArgumentParser):
         if unknown:
             names = (word.partition("=")[0] for word in unknown if word.startswith("--"))
             words = (name.replace("_", "-") for name in names)
-            close = (get_close_matches(x, self._option_string_actions, 1, LIKENESS) for x in words)
+            close = (get_close_matches(x, self._accepted(), 1, LIKENESS) for x in words)
             matches = ", ".join(name for match in close for name in match)
             hint = matches and f"; did you mean {matches}?"
             self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
@@ -50,6 +51,15 @@ class Parser(argparse.ArgumentParser):
     def convert_arg_line_to_args(self, line: str) -> list[str]:
         has_option = line.strip() and not line.startswith("#")
         return [self._with_dashes(line)] if has_option else []
+
+    def _accepted(self) -> list[str]:
+        """Return the options that set a value here, also under other names."""
+        return [
+            name
+            for name, action in self._option_string_actions.items()
+            if action.help != argparse.SUPPRESS
+            or isinstance(action, _OtherName | _SpeculativeConfig)
+        ]
 
     def _with_dashes(self, word: str) -> str:
         """Return an option of this parser as its name is declared; other words may be values."""
@@ -60,14 +70,13 @@ class Parser(argparse.ArgumentParser):
 
 
 class _OtherName(argparse.Action):
-    """Sets an option; ``typed_names`` of the namespace then has the name for errors."""
+    """Sets an option under another name."""
 
     def __call__(self, _: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
         if self.nargs == "+":
             values = [number for numbers in values for number in numbers]
-        setattr(namespace, self.dest, values if self.const is None else self.const)
-        typed_names = getattr(namespace, "typed_names", {})
-        namespace.typed_names = typed_names | {self.dest: option_string}
+        value = values if self.const is None else self.const
+        _set(namespace, self.dest, value, option_string)
 
 
 class _WithoutEffect(argparse.Action):
@@ -80,7 +89,8 @@ class _Refused(argparse.Action):
     def __call__(self, _: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
         neutral = NEUTRAL.get(str(self.metavar), [])
         if values not in neutral:
-            name = f"{option_string} {values}" if neutral and values else option_string
+            has_value = neutral and values != self.const
+            name = f"{option_string} {values}" if has_value else option_string
             reason = explain(str(self.const), is_command_line=True)
             raise argparse.ArgumentError(None, f"{name} is not supported: {reason}")
 
@@ -88,10 +98,26 @@ class _Refused(argparse.Action):
 class _SpeculativeConfig(argparse.Action):
     def __call__(self, _: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
         try:
-            options = speculative_options(json.loads(values))
-        except (ValueError, RecursionError) as error:
+            config = read_speculative_config(values)
+        except ValueError as error:
             raise argparse.ArgumentError(self, str(error)) from None
-        vars(namespace).update(options)
+        for key, value in config.items():
+            _set(namespace, SPECULATIVE_CONFIG[key], value, f"{option_string}: {key}")
+
+
+def _set(namespace: Any, option: str, value: Any, typed_name: Any) -> None:
+    """Set an option; ``typed_names`` of the namespace then has the name and the value."""
+    setattr(namespace, option, value)
+    typed_names = getattr(namespace, "typed_names", {})
+    namespace.typed_names = typed_names | {option: (typed_name, value)}
+
+
+def typed_name(namespace: argparse.Namespace, error: Exception) -> str | None:
+    """Return another name that gave the option its value with which an error's text begins."""
+    subject = re.match(r"\w+(?=[=[])", str(error))
+    option = subject[0] if subject else ""
+    name, value = getattr(namespace, "typed_names", {}).get(option, (None, None))
+    return name if value == getattr(namespace, option, None) else None
 
 
 def add_aliases(group: argparse._ActionsContainer, here: str, options: dict[str, Any]) -> None:

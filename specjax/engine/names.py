@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from importlib.resources import files
 from typing import Any
 
+from specjax.checks import is_integer, short
+from specjax.json_file import parse_json
 from specjax.speculative.catalog import check_name
 
 
@@ -54,17 +56,26 @@ def answer(name: str) -> str | None:
     return reason and f"{name} is not supported: {explain(reason, is_command_line=False)}"
 
 
-def speculative_options(config: Any) -> dict[str, Any]:
-    """Return the options here for vLLM's ``speculative_config``. Raises ValueError."""
-    if not isinstance(config, dict) or not isinstance(config.get("method"), str):
+def read_speculative_config(text: str) -> dict[str, Any]:
+    """Return the keys of vLLM's ``speculative_config`` that have a counterpart, and their values.
+
+    Raises ValueError for other keys, an unknown method, and a text that is not a JSON object.
+    """
+    try:
+        config = parse_json(text, short(text), is_strict=True)
+    except ValueError as error:
+        raise ValueError(f'{error}; pass a JSON object with a "method"') from None
+    if not isinstance(config.get("method"), str):
         raise ValueError('it must be a JSON object with a "method"')
-    check_name(config["method"])
-    options = {}
+    try:
+        check_name(config["method"])
+    except ValueError as error:
+        raise ValueError(f"method: {error}") from None
+    if is_integer(size := config.get("draft_tensor_parallel_size")) and size == 1:
+        del config["draft_tensor_parallel_size"]
     for key, value in config.items():
-        if key in SPECULATIVE_CONFIG:
-            options[SPECULATIVE_CONFIG[key]] = value
-        elif (key, value) != ("draft_tensor_parallel_size", 1):
+        if key not in SPECULATIVE_CONFIG:
             raise ValueError(
                 f"{key}={value!r} has no counterpart here; keys are {', '.join(SPECULATIVE_CONFIG)}"
             )
-    return options
+    return config

@@ -182,7 +182,8 @@ def test_names_and_values_of_other_engines_set_the_same_options() -> None:
 
 
 def test_a_speculative_config_of_vllm_is_read() -> None:
-    config = '{"method": "eagle3", "model": "d", "num_speculative_tokens": 3}'
+    config = '{"method": "eagle3", "model": "d", "num_speculative_tokens": 3'
+    config += ', "draft_tensor_parallel_size": 1}'
     assert parse(f"warmup m --speculative-config '{config}'") == {
         "model": "m",
         "draft": "d",
@@ -194,8 +195,13 @@ def test_a_speculative_config_of_vllm_is_read() -> None:
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        ("{", "Expecting property name"),
+        ("{", "'{' is not valid JSON: Expecting property name"),
+        ("eagle3", "'eagle3' is not valid JSON"),
+        ("eagle3", 'pass a JSON object with a "method"'),
         ("[]", 'a JSON object with a "method"'),
+        ('{"method": "eagle", "method": "ngram"}', "the key 'method' is given twice"),
+        ('{"method": "medusa"}', "argument --speculative-config: method: "),
+        ('{"method": "eagle", "draft_tensor_parallel_size": true}', "parallel_size=True has no"),
         ('{"model": "d"}', 'a JSON object with a "method"'),
         ('{"method": ["eagle3"]}', 'a JSON object with a "method"'),
         ('{"method": "ngram", "quantization": "fp8"}', "quantization='fp8' has no counterpart"),
@@ -215,6 +221,16 @@ def test_errors_name_the_option_that_was_typed(capsys) -> None:
         ("--context-length 0", "specjax: error: context_length=0 must be"),
         ("--max-modle-len 5", "--max-modle-len 5; did you mean --max-model-len?"),
         ("--model other", "MODEL=m and --model=other differ"),
+        ("--max-num-seqs 4 --max-running-requests 0", "error: max_running_requests=0 must be"),
+        ("--max-running-requests 4 --max-num-seqs 0", "error: --max-num-seqs: max_running_req"),
+        (
+            """--speculative-config {"method":"eagle3","num_speculative_tokens":0}""",
+            "error: --speculative-config: num_speculative_tokens: speculative_num_steps=0 must",
+        ),
+        ("--speculative-algorithm EAGLE3 --num-speculative-tokens 0", "-tokens: speculative_num_"),
+        ("--tp", "serve: error: --tp is not supported: an engine runs on one GPU"),
+        ("--runner pooling", "serve: error: --runner pooling is not supported: only text"),
+        ("--runner", "serve: error: --runner is not supported: only text"),
     ):
         with suppress(SystemExit):
             assert main(["serve", "m", *options.split()]) == 2
@@ -249,6 +265,27 @@ def test_unknown_options_are_reported_as_typed(capsys) -> None:
     assert error.endswith(": --max_modle_len=a_b; did you mean --max-model-len?\n")
 
 
+@pytest.mark.parametrize(
+    ("word", "match"),
+    [
+        ("--disaggregation-secre", "; did you mean --disaggregation-secret-file?"),
+        ("--speculative-confg", "; did you mean --speculative-config?"),
+        ("--enforce-eage", ""),
+        ("--hf-override", ""),
+    ],
+)
+def test_a_misspelling_is_answered_with_an_option_that_is_accepted(word, match, capsys) -> None:
+    with pytest.raises(SystemExit):
+        _PARSER.parse_args(["serve", "m", word])
+    assert capsys.readouterr().err.endswith(f" unrecognized arguments: {word}{match}\n")
+
+
+def test_the_last_switch_of_the_prefix_cache_counts() -> None:
+    on, off = "--enable-prefix-caching", "--no-enable-prefix-caching"
+    assert not parse(f"serve m {off} {on}")["disable_radix_cache"]
+    assert parse(f"serve m {on} {off}")["disable_radix_cache"]
+
+
 def test_the_same_model_may_be_named_twice() -> None:
     assert parse("serve m --model-path m")["model"] == "m"
 
@@ -278,7 +315,10 @@ def test_the_document_has_the_tables() -> None:
     for name, here in names.ALIASES.items():
         option = f"-{name}" if len(name) == 1 else names.flag(name)
         expected.setdefault(names.flag(here), set()).add(option)
+    defaults = {field.name: field.default for field in dataclasses.fields(EngineArgs)}
     for name, (here, value) in names.SWITCHES.items():
+        if value == defaults[here]:
+            continue  # no option is needed
         option = names.flag(here) if value else f"--no-{here}"
         expected.setdefault(option, set()).add(names.flag(name))
     for option, values in names.VALUES.items():
