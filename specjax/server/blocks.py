@@ -119,6 +119,8 @@ class BlocksAnswer(Answer):
             if not self.blocks:
                 yield from self._grow("text", "")
             self._score(self.blocks[-1])
+            if self.blocks[-1].new_logprobs:  # of tokens without text: a stop string, or the end
+                yield self._delta(self.blocks[-1], "")
             self.blocks[-1].is_cut = result["meta_info"]["finish_reason"]["type"] != "stop"
             yield from self._close()
 
@@ -178,7 +180,7 @@ class BlocksAnswer(Answer):
     def _num_reasoning(self, result: Result) -> int:
         """Count the tokens of the reasoning with its tags."""
         ids = result["output_ids"]
-        if not any(block.kind == "reasoning" for block in self.blocks):
+        if not self._parsed.has_reasoned:
             return 0
         return ids.index(self.reasoning_end) + 1 if self.reasoning_end in ids else len(ids)
 

@@ -59,12 +59,14 @@ class TextParts:
         may_reason: whether the text may begin with reasoning.
         is_inside: whether the prompt already contains the opening reasoning tag.
         is_separate: if ``False``, the reasoning with its tags is a part of the content.
+        has_reasoned: whether the text so far has reasoning, which may be empty between its tags.
     """
 
     tools: Tools = NO_TOOLS
     may_reason: bool = False
     is_inside: bool = False
     is_separate: bool = True
+    has_reasoned: bool = field(default=False, init=False)
     reasoning: str = field(default="", init=False)
     content: str = field(default="", init=False)
     calls: list[ToolCall] = field(default_factory=list, init=False)
@@ -77,6 +79,7 @@ class TextParts:
         reasoning, answer = "", text
         if self.may_reason:
             reasoning, answer = split_reasoning(text, is_inside=self.is_inside, is_final=is_final)
+        self.has_reasoned = answer != text
         content, calls = self.tools.parse(answer, is_final=is_final)
         if not self.is_separate:
             reasoning, content = "", text[: len(text) - len(answer)] + content

@@ -463,6 +463,55 @@ def test_logprobs_are_those_of_chat(client: Client) -> None:
     assert done["logprobs"] == expected
 
 
+END_TAG, EOS = 90, 91
+PIECES = {10: "<think>", 11: "hm", 12: "\n\n", END_TAG: "</think>", 20: "Hi", 21: "</th", EOS: ""}
+
+
+@pytest.mark.parametrize(
+    ("ids", "num_hidden", "is_inside"),
+    [
+        ((10, 12, END_TAG, 12, 20, 20, EOS), 3, False),
+        ((10, 11, END_TAG, 20, 20, EOS), 3, False),
+        ((END_TAG, 12, 20), 1, True),
+        ((11, 12), 2, True),
+        ((20, 21, EOS, EOS), 0, False),
+        ((20, END_TAG, 20, EOS), 0, False),  # a tag in the text
+        ((10, 12, END_TAG, EOS), 3, False),
+    ],
+)
+def test_logprobs_are_of_all_tokens_after_the_reasoning(ids, num_hidden, is_inside) -> None:
+    """In a stream, those without text come in a last delta."""
+
+    def make() -> ResponseAnswer:
+        return ResponseAnswer(
+            id="resp_1",
+            model="tiny",
+            new_parts=partial(TextParts, may_reason=True, is_inside=is_inside),
+            request={},
+            reasoning_end=END_TAG,
+            texts=SimpleNamespace(of=lambda token: (str(token), b"")),  # type: ignore[arg-type]
+            wants_logprobs=True,
+        )
+
+    def result(num: int) -> Answer:
+        reason = STOP if num == len(ids) else None
+        scored = [(-1.0, token, None) for token in ids[:num]]
+        meta = META | {"finish_reason": reason, "output_token_logprobs": scored}
+        text = "".join(PIECES[token] for token in ids[:num])
+        return {"text": text, "output_ids": list(ids[:num]), "meta_info": meta}
+
+    expected = [str(token) for token in ids[num_hidden:]]
+    body = json.loads(make().body([result(len(ids))]))
+    texts = [item["content"][0] for item in body["output"] if item["type"] == "message"]
+    assert [entry["token"] for text in texts for entry in text["logprobs"]] == expected
+    assert body["usage"]["output_tokens_details"]["reasoning_tokens"] == num_hidden
+    answer = make()
+    data = b"".join(answer.chunk(result(num)) for num in range(1, len(ids) + 1))
+    assert without_ids(replay_response(parse_events(data))) == without_ids(body)
+    deltas = [x for x in parse_events(data) if x["type"] == "response.output_text.delta"]
+    assert [entry["token"] for delta in deltas for entry in delta["logprobs"]] == expected
+
+
 def test_the_list_of_models_has_the_field_of_codex(client: Client) -> None:
     models = client.get("/v1/models").json()
     assert [model["id"] for model in models["data"]] == ["tiny"]
