@@ -1,6 +1,7 @@
 """ASGI application: routes of one engine, access control and error responses."""
 
 import logging
+from asyncio import CancelledError
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -156,6 +157,9 @@ class Endpoint:
                     await exchange.reply(value if is_json else dump(value).encode())
             except ClientGoneError:
                 exchange.status = ClientGoneError.status
+            except CancelledError:
+                exchange.status = ClientGoneError.status
+                raise
             except Exception as error:
                 await exchange.fail(_api_error(scope, error), self.error)
             finally:

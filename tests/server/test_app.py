@@ -1,11 +1,13 @@
 """Routes that return information, and access to them."""
 
+import asyncio
 import json
 import re
+from collections import Counter
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -187,6 +189,19 @@ def test_responses_are_counted_by_route_and_status(client) -> None:
         key: float(key in keys) for key in after
     }
     assert set(keys) <= set(after)
+
+
+def test_a_cancelled_request_is_counted_like_one_whose_client_has_gone() -> None:
+    service = Mock(responses=Counter())
+
+    async def cancel() -> None:
+        handler = AsyncMock(side_effect=asyncio.CancelledError)
+        endpoint = app.Endpoint(service, "/x", handler, ["GET"])
+        with pytest.raises(asyncio.CancelledError):
+            await endpoint({"method": "GET", "path": "/x", "headers": []}, Mock(), Mock())
+
+    asyncio.run(cancel())
+    assert service.responses == {("/x", "GET", 499): 1}
 
 
 def states(client: Client) -> list[str]:
