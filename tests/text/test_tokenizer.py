@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from itertools import pairwise
@@ -539,17 +540,29 @@ def test_sentencepiece_tokens(tmp_path: Path, pieces: Tokenizer) -> None:
     assert tokens("the there", open_pieces(tmp_path / "t.gguf", **same)) == tokens("the there")
 
 
+def letters_only(lengths: Sequence[int]) -> dict[str, Any]:
+    """Keys of a vocabulary of one letter, repeated."""
+    count = len(lengths)
+    keys = {
+        "tokens": ["a" * n for n in lengths],
+        "scores": [0.0] * count,
+        "token_type": [1] * count,
+    }
+    return {f"ggml.{key}": value for key, value in keys.items()} | {"ggml.eos_token_id": 0}
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"ggml.scores": None}, r"has no tokenizer\.ggml\.scores"),
         ({"ggml.scores": [0.0]}, r"tokenizer\.ggml\.scores=.* must have \d+ values"),
         ({"ggml.token_type": [1]}, r"tokenizer\.ggml\.token_type=.* must have \d+ values"),
+        # 300 * 301 / 2 merges would have 9 million characters
         (
-            {"ggml.tokens": ["a" * 1025], "ggml.scores": [0.0], "ggml.token_type": [1]}
-            | dict.fromkeys(f"ggml.{x}_token_id" for x in ("bos", "eos", "unknown")),
-            r"tokenizer\.ggml\.tokens\[0\] has 1025 characters; the limit is 1024",
+            letters_only(range(1, 301)),
+            r"tokenizer\.ggml\.tokens: 8\d{6} characters of 4\d{4} merges .* 8388608",
         ),
+        (letters_only([1, 2, 2**14 + 1]), r"tokens: 3 pieces .* 268435456, not 268468230"),
     ],
 )
 def test_sentencepiece_refusals(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
