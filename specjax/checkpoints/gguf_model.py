@@ -10,7 +10,7 @@ import numpy as np
 from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
 from specjax.checkpoints.gguf import GGUFFile
-from specjax.checkpoints.gguf_tokenizer import eos_token_ids
+from specjax.checkpoints.gguf_tokenizer import eos_token_ids, token_id, with_default_ids
 from specjax.checkpoints.huggingface import layer_sizes
 from specjax.checkpoints.keys import ReadFields
 from specjax.checkpoints.tensors import TensorSource
@@ -121,15 +121,16 @@ def gguf_config(file: GGUFFile, dtype: str) -> ModelConfig:
     if "token_embd.weight" not in file.tensors:
         raise ValueError(f"{file.path} has no tensor 'token_embd.weight'")
     keys.get("rms_norm_eps", Epsilon)  # required
+    vocab_size, ids = file.tensors["token_embd.weight"].shape[0], with_default_ids(file.metadata)
     values = layer_sizes(keys) | {
         "model_type": name,
-        "vocab_size": file.tensors["token_embd.weight"].shape[0],
+        "vocab_size": vocab_size,
         "num_layers": keys.get("num_hidden_layers", Count),
         "max_position_embeddings": keys.get("max_position_embeddings", PositiveSize),
         "dtype": dtype,
         "tie_word_embeddings": "output.weight" not in file.tensors,
-        "eos_token_ids": eos_token_ids(file),
-        "bos_token_id": file.metadata.get("tokenizer.ggml.bos_token_id", Size, None),
+        "eos_token_ids": eos_token_ids(ids, vocab_size),
+        "bos_token_id": token_id(ids, "bos", vocab_size),
         **family.read(keys),
         "qkv_bias": "blk.0.attn_q.bias" in file.tensors,
         "output_bias": "blk.0.attn_output.bias" in file.tensors,

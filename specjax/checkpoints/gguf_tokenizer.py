@@ -1,21 +1,25 @@
 """Tokenizers of GGUF files: byte-level BPE, and SentencePiece with scores."""
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
 from specjax.checkpoints.gguf import GGUFFile
+from specjax.checks import short
 from specjax.json_file import Fields, Flag, Size
 from specjax.text.tokenizer import Tokenizer, set_template, unique_ids
 
-# values of `tokenizer.ggml.token_type`
+# values of `tokenizer.ggml.token_type`, of which 6 is the last
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
 _SPACE = "\u2581"  # the space in pieces of SentencePiece
 # The squared lengths of pieces bound the time to find merges, and the characters of merges bound
 # their memory. Gemma 3 has 262,144 pieces and about 515,000 merges.
 _MAX_SQUARES, _MAX_MERGED = 2**28, 2**23
 _PREFIX = "tokenizer.ggml."
+_MODELS = ["gpt2", "llama"]  # values of `tokenizer.ggml.model`
 # control tokens of Phi-3 that keep the spaces and lines after them; the others remove them
 _UNTRIMMED = ("<unk>", "<s>", "<|endoftext|>")
 
@@ -60,21 +64,33 @@ def tokenizer_from_gguf(file: GGUFFile) -> Tokenizer:
     """
     data = file.metadata
     model = data.get("tokenizer.ggml.model", str, None)
-    build = _MODELS.get(model or "")
     pre = data.get("tokenizer.ggml.pre", str, "default")
     supported = sorted(_SPLITS) if model == "gpt2" else ["default"]
-    if build is None or pre not in supported:
-        key, choices = ("pre", supported) if build else ("model", sorted(_MODELS))
+    if model not in _MODELS or pre not in supported:
+        key, choices = ("pre", supported) if model in _MODELS else ("model", _MODELS)
         raise data.wrong(
             f"tokenizer.ggml.{key}",
             f"is not supported; supported: {choices}. Use the Hugging Face directory of the model, "
             "or set skip_tokenizer_init=True and pass input_ids",
         )
     tokens: list[str] = data.get("tokenizer.ggml.tokens", list[str])
-    kinds: list[int] = data.get("tokenizer.ggml.token_type", list[int], [])
-    special = _special_tokens(file, tokens)
+    data = with_default_ids(data)
+    places: dict[str, int] = {}
+    for i, token in enumerate(tokens):
+        # llama.cpp refuses them too, and renames empty tokens
+        if token and places.setdefault(token, i) != i:
+            place = f"{data.where}: tokenizer.ggml.tokens[{i}]={short(token)}"
+            raise ValueError(f"{place} repeats tokens[{places[token]}]")
+    kinds = [_NORMAL] * len(tokens)
+    if "tokenizer.ggml.token_type" in data:
+        is_kind = range(1, 7).__contains__
+        kinds = _values(data, "token_type", len(tokens), int, is_kind, "must be 1 to 6")
+    special = _special_tokens(data, tokens)
     try:
-        backend = build(data, tokens, kinds, special.get("unk_token"))
+        if model == "gpt2":
+            backend = _byte_level(data, tokens)
+        else:
+            backend = _sentencepiece(data, tokens, kinds, special["unk_token"])
     except ValueError:
         raise
     except Exception as error:  # tokenizers raises plain Exception
@@ -98,13 +114,11 @@ def tokenizer_from_gguf(file: GGUFFile) -> Tokenizer:
         backend,
         special_tokens=special,
         chat_template=data.get("tokenizer.chat_template", str, None),
-        extra_eos_token_ids=eos_token_ids(file),
+        extra_eos_token_ids=eos_token_ids(data, len(tokens)),
     )
 
 
-def _byte_level(
-    data: Fields, tokens: list[str], kinds: list[int], unknown: str | None
-) -> tokenizers.Tokenizer:
+def _byte_level(data: Fields, tokens: list[str]) -> tokenizers.Tokenizer:
     merges = [tuple(merge.split(" ", 1)) for merge in data.get("tokenizer.ggml.merges", list[str])]
     letters = set(pre_tokenizers.ByteLevel.alphabet())
     spell = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -123,23 +137,20 @@ def _byte_level(
 
 
 def _sentencepiece(
-    data: Fields, tokens: list[str], kinds: list[int], unknown: str | None
+    data: Fields, tokens: list[str], kinds: list[int], unknown: str
 ) -> tokenizers.Tokenizer:
     """A BPE model that merges to the piece with the best score first.
 
     The space before a text is added as transformers adds it: Phi-3 adds it before every part
     between special tokens, others only at the start, and only if no space is there.
     """
-    kinds = kinds or [_NORMAL] * len(tokens)
-    scores: list[float] = data.get("tokenizer.ggml.scores", list[float])
-    for key, count in {"scores": len(scores), "token_type": len(kinds)}.items():
-        if count != len(tokens):
-            raise data.wrong(f"tokenizer.ggml.{key}", f"must have {len(tokens)} values")
+    scores = _values(data, "scores", len(tokens), float, math.isfinite, "must be finite")
     pieces, first = list[tuple[float, str]](), -float("inf")
     vocab = dict[str, int]()
     for i, (token, kind, score) in enumerate(zip(tokens, kinds, scores, strict=True)):
-        # user-defined spaces are merged before other pieces; Gemma has up to 31 of them
-        is_spaces = kind == _USER_DEFINED and set(token) == {" "}
+        # user-defined spaces are merged before other pieces; Gemma has up to 31 of them, and early
+        # files spell them like pieces
+        is_spaces = kind == _USER_DEFINED and set(token) <= {" ", _SPACE}
         piece = token.replace(" ", _SPACE) if is_spaces else token
         vocab[piece] = i
         if is_spaces or kind == _NORMAL:
@@ -177,22 +188,42 @@ def _merges(pieces: list[str], where: str) -> list[tuple[str, str]]:
     return merges
 
 
-_MODELS = {"gpt2": _byte_level, "llama": _sentencepiece}  # by `tokenizer.ggml.model`
+def _values(
+    data: Fields, name: str, count: int, kind: type, is_valid: Callable[[Any], bool], demand: str
+) -> list[Any]:
+    """Read ``count`` values, one for each token; errors have the index of a wrong value."""
+    key = f"{_PREFIX}{name}"
+    values: list[Any] = data.get(key, list[kind])  # type: ignore[valid-type]
+    if len(values) != count:
+        raise data.wrong(key, f"must have {count} values")
+    for i, value in enumerate(values):
+        if not is_valid(value):
+            raise ValueError(f"{data.where}: {key}[{i}]={value} {demand}")
+    return values
 
 
-def eos_token_ids(file: GGUFFile) -> tuple[int, ...]:
+def with_default_ids(data: Fields) -> Fields:
+    """Add the ids of special tokens that SentencePiece files may leave out, as in llama.cpp."""
+    if data.get("tokenizer.ggml.model", str, None) != "llama":
+        return data
+    ids = {f"{_PREFIX}{x}_token_id": i for i, x in enumerate(("unknown", "bos", "eos"))}
+    return Fields({**ids, **data.values}, data.where)
+
+
+def token_id(data: Fields, name: str, vocab_size: int) -> int | None:
+    """Return the id of a special token, which must be in the vocabulary."""
+    value: int | None = data.get(key := f"{_PREFIX}{name}_token_id", Size, None)
+    if value is not None and value >= vocab_size:
+        raise data.wrong(key, f"is outside the vocabulary of {vocab_size} tokens")
+    return value
+
+
+def eos_token_ids(data: Fields, vocab_size: int) -> tuple[int, ...]:
     """Return the ids of the tokens that end a text, a turn or a message."""
-    keys = (f"tokenizer.ggml.{x}_token_id" for x in ("eos", "eot", "eom"))
-    return unique_ids(file.metadata.get(key, Size, None) for key in keys)
+    return unique_ids(token_id(data, name, vocab_size) for name in ("eos", "eot", "eom"))
 
 
-def _special_tokens(file: GGUFFile, tokens: list[str]) -> dict[str, str]:
-    special = {}
-    for name, stored in {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}.items():
-        key = f"tokenizer.ggml.{stored}_token_id"
-        if key in file.metadata:
-            if (token_id := file.metadata.get(key, Size)) >= len(tokens):
-                demand = f"is outside the vocabulary of {len(tokens)} tokens"
-                raise file.metadata.wrong(key, demand)
-            special[f"{name}_token"] = tokens[token_id]
-    return special
+def _special_tokens(data: Fields, tokens: list[str]) -> dict[str, str]:
+    stored = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+    ids = {name: token_id(data, key, len(tokens)) for name, key in stored.items()}
+    return {f"{name}_token": tokens[i] for name, i in ids.items() if i is not None}

@@ -240,6 +240,16 @@ def test_stored_types(tmp_path: Path, kind: str) -> None:
     check_layout(open_target(path), decoded)
 
 
+def test_absent_ids_of_special_tokens(tmp_path: Path) -> None:
+    tokenizer = {"ggml.model": "llama", "ggml.eot_token_id": 60}
+    path = write_gguf(tmp_path / "model.gguf", target_tensors(), tokenizer=tokenizer)
+    config = open_target(path).config
+    assert (config.bos_token_id, config.eos_token_ids) == (1, (2, 60))
+    write_gguf(path, target_tensors(), tokenizer=tokenizer | {"ggml.model": "gpt2"})
+    config = open_target(path).config
+    assert (config.bos_token_id, config.eos_token_ids) == (None, (60,))
+
+
 def test_wide_heads(tmp_path: Path) -> None:
     tensors = target_tensors(dim=12) | head_norms(12)
     keys = {"attention.key_length": 12, "attention.value_length": 12, "rope.dimension_count": 12}
@@ -315,6 +325,13 @@ def test_linear_scaling(tmp_path: Path) -> None:
         ({"arch": "gemma2"}, r"model\.gguf has no gemma2\.attention\.sliding_window"),
         ({"arch": "gemma"}, r"the model does not use the tensor 'output\.weight'"),
         ({"keys": {"expert_count": 8}}, "mixture-of-experts"),
+        *(
+            (
+                {"tokenizer": {f"ggml.{name}_token_id": token_id}},
+                rf"ggml\.{name}_token_id={token_id} is outside the vocabulary of 61 tokens",
+            )
+            for name, token_id in {"bos": 61, "eos": 10**6, "eot": 61, "eom": 61}.items()
+        ),
         ({"keys": {"rope.scaling.type": "yarn"}}, r"llama has no rope\.scaling\.factor"),
         ({"keys": {"rope.scaling.type": "longrope"}}, r"rope\.scaling\.type='longrope'"),
         ({"keys": {"rope.freq_base": 0.5}}, r"llama: rope\.freq_base=0\.5 must be"),

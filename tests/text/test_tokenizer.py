@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 import os
 import signal
 import time
@@ -473,6 +474,10 @@ def test_gguf_splits(tmp_path: Path, pre: str, text: str, pieces: list[str]) -> 
         ({"ggml.merges": None}, r"has no tokenizer\.ggml\.merges"),
         ({"ggml.merges": ["a ÿÿ"]}, "invalid BPE vocabulary"),
         ({"ggml.eos_token_id": 100_000}, r"eos_token_id=100000 is outside"),
+        ({"ggml.eot_token_id": 261}, r"eot_token_id=261 is outside the vocabulary of 261 tokens"),
+        ({"ggml.token_type": [1, 3]}, r"token_type=\[1, 3\] must have 261 values"),
+        ({"ggml.token_type": [1] * 260 + [7]}, r"token_type\[260\]=7 must be 1 to 6"),
+        ({"ggml.tokens": ["a", "b", "ab", "a"]}, r"tokens\[3\]='a' repeats tokens\[0\]"),
     ],
 )
 def test_gguf_refusals(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
@@ -535,6 +540,15 @@ def test_sentencepiece_tokens(tmp_path: Path, pieces: Tokenizer) -> None:
     phi = open_pieces(tmp_path / "t.gguf", "phi3")
     assert tokens("<|user|>\nan", phi) == ["<s>", "<|user|>", "\u2581a", "n"]
     assert tokens(" the", phi) == ["<s>", "  ", "the"]
+    # early files spell user-defined spaces like pieces
+    marks = [x.replace(" ", "\u2581") for x in keys["ggml.tokens"]]
+    spelled = open_pieces(tmp_path / "t.gguf", **{"ggml.tokens": marks})
+    assert tokens("e   the", spelled) == ["<s>", "\u2581", "e", "   ", "the"]
+    # files may leave out the ids of special tokens
+    absent = dict.fromkeys(f"ggml.{x}_token_id" for x in ("bos", "eos", "unknown"))
+    named = open_pieces(tmp_path / "t.gguf", **absent)
+    assert (named.special_tokens, named.eos_token_ids) == (spaced.special_tokens, (2,))
+    assert tokens("the\u1234", named) == tokens("the\u1234", spaced)
     # tokens without scores have the order of the file
     same = {"ggml.scores": [-1000.0] * len(keys["ggml.tokens"]), "ggml.add_space_prefix": False}
     assert tokens("the there", open_pieces(tmp_path / "t.gguf", **same)) == tokens("the there")
@@ -557,6 +571,10 @@ def letters_only(lengths: Sequence[int]) -> dict[str, Any]:
         ({"ggml.scores": None}, r"has no tokenizer\.ggml\.scores"),
         ({"ggml.scores": [0.0]}, r"tokenizer\.ggml\.scores=.* must have \d+ values"),
         ({"ggml.token_type": [1]}, r"tokenizer\.ggml\.token_type=.* must have \d+ values"),
+        (letters_only([1, 2]) | {"ggml.scores": [0.0, math.nan]}, r"ggml\.scores\[1\]=nan must"),
+        (letters_only([1, 2]) | {"ggml.scores": [-math.inf, 0.0]}, r"ggml\.scores\[0\]=-inf must"),
+        (letters_only([1, 2]) | {"ggml.token_type": [0, 1]}, r"token_type\[0\]=0 must be 1 to 6"),
+        (letters_only([1, 2, 1]), r"tokens\[2\]='a' repeats tokens\[0\]"),
         # 300 * 301 / 2 merges would have 9 million characters
         (
             letters_only(range(1, 301)),
