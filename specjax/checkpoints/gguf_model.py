@@ -7,7 +7,7 @@ names that ``config.json`` has for them. A key that no family reads is refused.
 from typing import Any
 
 import numpy as np
-from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
+from gguf import MODEL_ARCH_NAMES, Keys, get_tensor_name_map
 
 from specjax.checkpoints.gguf import GGUFFile
 from specjax.checkpoints.gguf_tokenizer import eos_token_ids, token_id, with_default_ids
@@ -52,6 +52,9 @@ _NAMES = {
     "llama_4_scaling_beta": "attention.temperature_scale",
     **_FACTORS,
 }
+# the names that the gguf library's writer gives to keys of an architecture
+_GROUPS = Keys.LLM, Keys.Attention, Keys.Rope
+_WRITTEN = {str(x).removeprefix("{arch}.") for group in _GROUPS for x in vars(group).values()}
 # these change no logits
 _HARMLESS = set(
     "expert_used_count pooling_type rope.scaling.finetuned rope.scaling.original_context_length "
@@ -137,11 +140,17 @@ def gguf_config(file: GGUFFile, dtype: str) -> ModelConfig:
         "mlp_bias": "blk.0.ffn_gate.bias" in file.tensors,
     }
     if _FREQUENCIES in file.tensors:
-        values["rope_scaling"] = _llama3_scaling(file, values["head_dim"], values["rope_theta"])
+        rotated = values["rotary_dim"] or values["head_dim"]
+        values["rope_scaling"] = _llama3_scaling(file, rotated, values["rope_theta"])
     prefix = f"{file.metadata.values['general.architecture']}."
     stored = {key.removeprefix(prefix) for key in file.metadata.values if key.startswith(prefix)}
-    if unknown := sorted(stored - keys.keys - _HARMLESS):
+    # families also read names of config.json, which files must not have
+    names = _WRITTEN.union(keys.names.values())
+    if unknown := sorted(stored - (keys.keys & names) - _HARMLESS):
         raise keys.wrong(unknown[0], "is not supported")
+    window = keys.get("sliding_window", Size, 0)
+    if window and _PATTERN not in keys and not values.get("windows"):
+        raise keys.wrong("sliding_window", "is not supported by the model's family")
     return file.metadata.build(family.config, values)
 
 
@@ -153,11 +162,11 @@ def _find_family(file: GGUFFile) -> str:
     stated = {name: family.gguf for name, family in FAMILIES.items() if family.gguf}
     named = [name for name in stated if stated[name].arch == arch]
     if not named:
-        supported = f"supported: {sorted({how.arch for how in stated.values()})}"
+        unknown = f"must be one of {sorted({how.arch for how in stated.values()})}"
         if arch in FAMILIES:
-            demand = f"loads from a Hugging Face directory, not yet from GGUF; {supported}"
+            demand = f"loads from a Hugging Face directory, not yet from GGUF; it {unknown}"
         else:
-            demand = refusal(arch, f"is not supported; {supported}")
+            demand = refusal(arch, unknown)
         raise data.wrong("general.architecture", demand)
 
     def is_complete(name: str) -> bool:
@@ -196,22 +205,27 @@ def _state_windows(keys: _Keys) -> None:
     if not window:
         keys.values["layer_types"] = ["full_attention"] * count
     elif isinstance(pattern, bool | list):
-        slides = [pattern] * count if isinstance(pattern, bool) else pattern
-        kinds = ["sliding_attention" if slide else "full_attention" for slide in slides]
-        keys.values[_PATTERN], keys.names["layer_types"] = kinds, _PATTERN
+        slides = [pattern] * count if isinstance(pattern, bool) else keys.get(_PATTERN, list[bool])
+        if len(slides) != count:
+            raise keys.wrong(_PATTERN, f"must have one value for each of {count} layers")
+        keys.keys.add(_PATTERN)
+        names = "full_attention", "sliding_attention"
+        keys.values["layer_types"] = [names[slide] for slide in slides]
     elif pattern is not None:
         keys.names["sliding_window_pattern"] = _PATTERN
 
 
 def _state_rope(file: GGUFFile, keys: _Keys, *, is_interleaved: bool) -> None:
-    """State the rotated dimensions and the scaling as ``config.json`` does."""
+    """State the rotated dimensions and the scalings as ``config.json`` does."""
     heads, hidden = keys.get("num_attention_heads", Count), keys.get("hidden_size", PositiveSize)
     head_dim = keys.get("head_dim", Count, max(1, hidden // heads))
     if keys.get("attention.value_length", Size, head_dim) != head_dim:
         raise keys.wrong("attention.value_length", f"must be the head dimension {head_dim}")
+    keys.values.setdefault(_NAMES["attention_multiplier"], head_dim**-0.5)  # as in llama.cpp
     rotated = keys.get("rope.dimension_count", Size, head_dim)
-    if not 2 <= rotated <= head_dim or (is_interleaved and rotated != head_dim):
-        limit = "" if is_interleaved else "at least 2 and at most "
+    in_part = () if is_interleaved else range(2, head_dim, 2)
+    if rotated != head_dim and rotated not in in_part:
+        limit = "" if is_interleaved else "even, at least 2 and at most "
         raise keys.wrong("rope.dimension_count", f"must be {limit}the head dimension {head_dim}")
     # half a dimension more, because the product with head_dim is rounded down
     keys.values["partial_rotary_factor"] = min(1.0, (rotated + 0.5) / head_dim)
@@ -219,6 +233,9 @@ def _state_rope(file: GGUFFile, keys: _Keys, *, is_interleaved: bool) -> None:
     # as in llama.cpp, a factor without a type is linear
     kind = keys.get("rope_type", str, "linear" if "factor" in keys else "none")
     tensors = {_FREQUENCIES, *_FACTORS.values()} & file.tensors.keys()
+    absent = {*_FACTORS.values()} - tensors
+    if len(absent) == 1:
+        raise ValueError(f"{file.path} has no tensor {absent.pop()!r}, which longrope needs too")
     if tensors == {*_FACTORS.values()} and kind in ("none", "longrope"):
         kind = "longrope"
         for name in tensors:
@@ -243,12 +260,12 @@ def _state_rope(file: GGUFFile, keys: _Keys, *, is_interleaved: bool) -> None:
     keys.names["attention_factor"] = next((x for x in attention if x in keys), attention[0])
 
 
-def _llama3_scaling(file: GGUFFile, head_dim: int, theta: float) -> RopeScaling:
+def _llama3_scaling(file: GGUFFile, rotated: int, theta: float) -> RopeScaling:
     """Find the Llama 3.1 scaling whose frequency divisors the file stores."""
     divisors = np.asarray(file.read(_FREQUENCIES), np.float32)
     scaling = RopeScaling(rope_type="llama3", factor=min(max(1.0, float(divisors.max())), 1e6))
-    if theta > 0 and divisors.shape == (head_dim // 2,):
-        plain, scaled = (rope_frequencies(Rope(head_dim, theta, x)) for x in (None, scaling))
+    if theta > 0 and divisors.shape == (rotated // 2,):
+        plain, scaled = (rope_frequencies(Rope(rotated, theta, x)) for x in (None, scaling))
         if np.allclose(divisors, plain / scaled, rtol=1e-4):
             return scaling
     raise ValueError(

@@ -174,8 +174,7 @@ def _sentencepiece(
 def _merges(pieces: list[str], where: str) -> list[tuple[str, str]]:
     """All pairs that make one of the pieces: in their order, the longest left half first."""
     if (squares := sum(len(piece) ** 2 for piece in pieces)) > _MAX_SQUARES:
-        demand = f"must have squared lengths with a sum of at most {_MAX_SQUARES}"
-        raise ValueError(f"{where}: {len(pieces)} pieces {demand}, not {squares}")
+        raise ValueError(f"{where}: squared lengths {squares} exceed the limit {_MAX_SQUARES}")
     known, merges, size = {piece: piece for piece in pieces}, list[tuple[str, str]](), 0
     for piece in pieces:
         for i in range(len(piece) - 1, 0, -1):
@@ -183,8 +182,7 @@ def _merges(pieces: list[str], where: str) -> list[tuple[str, str]]:
                 merges.append((left, right))
                 size += len(piece)
         if size > _MAX_MERGED:
-            demand = f"exceed the limit of {_MAX_MERGED}"
-            raise ValueError(f"{where}: {size} characters of {len(merges)} merges {demand}")
+            raise ValueError(f"{where}: {size} characters of merges exceed the limit {_MAX_MERGED}")
     return merges
 
 
@@ -204,9 +202,8 @@ def _values(
 
 def with_default_ids(data: Fields) -> Fields:
     """Add the ids of special tokens that SentencePiece files may leave out, as in llama.cpp."""
-    if data.get("tokenizer.ggml.model", str, None) != "llama":
-        return data
-    ids = {f"{_PREFIX}{x}_token_id": i for i, x in enumerate(("unknown", "bos", "eos"))}
+    names = ("unknown", "bos", "eos") if data.values.get(f"{_PREFIX}model") == "llama" else ()
+    ids = {f"{_PREFIX}{name}_token_id": i for i, name in enumerate(names)}
     return Fields({**ids, **data.values}, data.where)
 
 

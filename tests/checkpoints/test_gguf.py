@@ -133,6 +133,7 @@ def scaling(kind: str, **values: Any) -> dict[str, Any]:
                 "logit_scale": 0.125,
             },
         ),
+        ("granite", {}, {}, {"attention_scale": DIM**-0.5, "residual_scale": 1.0}),
         ("smollm3", {}, {}, {"rope_theta": 5000.0}),
     ],
 )
@@ -273,6 +274,16 @@ def test_llama3_scaling_is_recognised(tmp_path: Path) -> None:
     check_layout(checkpoint, target_tensors())
 
 
+def test_llama3_scaling_of_partly_rotated_heads(tmp_path: Path) -> None:
+    keys = {"rope.freq_base": 5e6, "rope.dimension_count": 4}
+    divisors = llama3_divisors(5e6, LLAMA3, 4)
+    assert divisors[-1] == LLAMA3.factor
+    extra = {"rope_freqs.weight": divisors}
+    path = write_gguf(tmp_path / "m.gguf", target_tensors(), arch="qwen2", keys=keys, extra=extra)
+    config = open_target(path).config
+    assert (config.rotary_dim, config.rope_scaling) == (4, LLAMA3)
+
+
 def test_other_frequency_divisors_are_refused(tmp_path: Path) -> None:
     extra = {"rope_freqs.weight": np.linspace(1, 8, DIM // 2, dtype=np.float32)}
     path = write_gguf(tmp_path / "model.gguf", target_tensors(), extra=extra)
@@ -305,13 +316,45 @@ def test_linear_scaling(tmp_path: Path) -> None:
     [
         ({"arch": "gemma9"}, r"general\.architecture='gemma9'.*'llama', .*'qwen2', 'qwen3'"),
         ({"arch": "mimo"}, "loads from a Hugging Face directory, not yet from GGUF; .*'qwen2'"),
-        ({"arch": "qwen3moe"}, "needs mixtures of experts, .*'qwen2'"),
         (
-            {"extra": {"rope_factors_long.weight": np.ones(4, "f4")}},
-            r"scaling\.type=None .* longrope",
+            {"arch": "qwen3moe"},
+            r"'qwen3moe' needs mixtures of experts, .* not supported yet; it must be one of \['",
+        ),
+        *(
+            (
+                {"extra": {f"rope_factors_{name}.weight": np.ones(4, "f4")}},
+                rf"model\.gguf has no tensor 'rope_factors_{absent}\.weight'",
+            )
+            for name, absent in (("long", "short"), ("short", "long"))
         ),
         ({"extra": {n: np.ones(3, "f4") for n in LONG}}, r"rope_factors_\w+\.weight .* 4 numbers"),
-        ({"arch": "qwen2", "keys": {"rope.dimension_count": 1}}, r"dimension_count=1 must be at"),
+        ({"arch": "qwen2", "keys": {"rope.dimension_count": 0}}, r"dimension_count=0 must be even"),
+        (
+            {"arch": "qwen2", "keys": {"rope.dimension_count": 5}},
+            r"qwen2: rope\.dimension_count=5 must be even, at least 2 and at most .* 8",
+        ),
+        (
+            {"arch": "granite", "keys": WINDOW},
+            r"granite: attention\.sliding_window=16 is not supported",
+        ),
+        *(
+            ({"arch": arch, "keys": {key: value}}, rf"{arch}: {key}=.* is not supported$")
+            for arch, key, value in (
+                ("llama", "attention_bias", True),
+                ("llama", "mlp_bias", True),
+                ("llama", "layer_types", ["full_attention", "sliding_attention", "full_attention"]),
+                ("llama", "hidden_act", "gelu"),
+                ("qwen2", "use_sliding_window", True),
+                ("qwen2", "max_window_layers", 1),
+            )
+        ),
+        (
+            {
+                "arch": "gemma2",
+                "keys": WINDOW | {"query_pre_attn_scalar": 4.0, "attention.key_length": 8},
+            },
+            r"gemma2: query_pre_attn_scalar=.* is not supported$",
+        ),
         ({"arch": "olmo2", "keys": {"attention.sliding_window_pattern": [True]}}, "not supported"),
         (
             {
@@ -320,7 +363,7 @@ def test_linear_scaling(tmp_path: Path) -> None:
                 | WINDOW
                 | {"attention.sliding_window_pattern": [True, False]},
             },
-            r"attention\.sliding_window_pattern=.* must name the kinds of 3 layers",
+            r"sliding_window_pattern=\[True, False\] must have one value for each of 3 layers",
         ),
         ({"arch": "gemma2"}, r"model\.gguf has no gemma2\.attention\.sliding_window"),
         ({"arch": "gemma"}, r"the model does not use the tensor 'output\.weight'"),
