@@ -69,14 +69,14 @@ def test_one_of_several_keys_is_a_caller(engine, monkeypatch) -> None:
 
     monkeypatch.setattr(engine, "async_run", record)
     body = {"input_ids": [4], "sampling_params": {"max_new_tokens": 1}}
-    file = Mock(keys=("one", "two"))
+    file = Mock(keys=(b"one", b"two"))
     with running(route(Service(engine, access=Access(key_file=file, admin_api_key="x")))) as port:
         client = Client(port)
         for key in ("one", "two", "one"):
             assert client.post(ROUTE, body, x_api_key=key).status == 200
         assert client.post(ROUTE, body, authorization="bearer  two ").status == 200
         # all clients have the same key
-        file.keys = ("one",)
+        file.keys = (b"one",)
         for key in ("one", "one", "x"):
             assert client.post(ROUTE, body, x_api_key=key).status == 200
     named = callers[:4]
