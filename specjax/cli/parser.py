@@ -41,8 +41,8 @@ class Parser(argparse.ArgumentParser):
         parsed, unknown = super().parse_known_args(words, namespace)
         if unknown:
             names = (word.partition("=")[0] for word in unknown if word.startswith("--"))
-            words = (name.replace("_", "-") for name in names)
-            close = (get_close_matches(x, self._accepted(), 1, LIKENESS) for x in words)
+            dashed = (name.replace("_", "-") for name in names)
+            close = (get_close_matches(x, self._accepted(), 1, LIKENESS) for x in dashed)
             matches = ", ".join(name for match in close for name in match)
             hint = matches and f"; did you mean {matches}?"
             self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
