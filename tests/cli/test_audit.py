@@ -96,7 +96,9 @@ def test_a_server_without_the_switch_is_not_tested(
     engine: Engine, audit: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read = native._sampling
-    monkeypatch.setattr(native, "_sampling", lambda given: read(given | {"speculative": True}))
+    monkeypatch.setattr(
+        native, "_sampling", lambda given, *others: read(given | {"speculative": True}, *others)
+    )
     status, out = audit(engine, "--limit", "2")
     assert status == NOTHING
     assert "not tested: meta_info does not confirm speculative=false" in out
@@ -109,7 +111,9 @@ def test_a_server_without_drafts_is_not_tested(
     engine: Engine, audit: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read = native._sampling
-    monkeypatch.setattr(native, "_sampling", lambda given: read(given | {"speculative": False}))
+    monkeypatch.setattr(
+        native, "_sampling", lambda given, *others: read(given | {"speculative": False}, *others)
+    )
     status, out = audit(engine, "--limit", "1")
     assert status == NOTHING
     assert "not tested: the server did not verify any drafts" in out
