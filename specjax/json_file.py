@@ -43,6 +43,21 @@ def read_json(path: Path, *, is_strict: bool = False) -> dict[str, Any]:
     return parse_json(read_text(path), path, is_strict=is_strict)
 
 
+def read_object(source: Any, label: str) -> tuple[Mapping[str, Any], Path | None]:
+    """Read an option that is a mapping, a string with a JSON object, or the path of a JSON file.
+
+    Return the object, and the path if there is one. Repeated keys are refused. Raises ValueError,
+    which names the file, or begins with ``label`` and the value.
+    """
+    if isinstance(source, Mapping):
+        return source, None
+    if not isinstance(source, str | os.PathLike):
+        raise ValueError(f"{label}{source!r} must be a path or a mapping")
+    if isinstance(source, str) and source.lstrip().startswith("{"):
+        return parse_json(source, f"{label}{short(source)}", is_strict=True), None
+    return read_json(Path(source), is_strict=True), Path(source)
+
+
 def parse_json(text: str, where: object, *, is_strict: bool = False) -> dict[str, Any]:
     """Do the same as :func:`read_json` for a text; errors name ``where`` it is from."""
     try:

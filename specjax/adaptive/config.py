@@ -5,13 +5,12 @@ import re
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
 from msgspec import Meta
 
-from specjax.checks import Natural, Positive, annotations, check_integer, convert, refused, short
-from specjax.json_file import parse_json, read_json
+from specjax.checks import Natural, Positive, annotations, check_integer, convert, refused
+from specjax.json_file import read_object
 from specjax.types import DraftShape
 
 _BATCH_SIZE = re.compile("[1-9][0-9]{0,8}")
@@ -163,17 +162,13 @@ def load_adaptive_config(source: ConfigSource) -> AdaptiveConfig:
     """
     if isinstance(source, AdaptiveConfig):
         return source
-    if source is None or isinstance(source, Mapping):
-        return _parse(source or {})
-    if not isinstance(source, str | os.PathLike):
-        raise ValueError(f"adaptive config {source!r} must be a path or a mapping")
-    if isinstance(source, str) and source.lstrip().startswith("{"):
-        return _parse(parse_json(source, f"adaptive config {short(source)}", is_strict=True))
-    values = read_json(Path(source), is_strict=True)
+    values, path = read_object({} if source is None else source, "adaptive config ")
     try:
         return _parse(values)
     except ValueError as error:
-        raise ValueError(f"{Path(source)}: {error}") from None
+        if path is None:
+            raise
+        raise ValueError(f"{path}: {error}") from None
 
 
 def _parse(values: Mapping[str, Any]) -> AdaptiveConfig:

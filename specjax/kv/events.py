@@ -17,7 +17,6 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from hashlib import sha256
-from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -27,7 +26,7 @@ from msgspec import Meta, Struct
 
 from specjax.checks import short
 from specjax.config import TOKEN_LIMIT
-from specjax.json_file import parse_json, read_json
+from specjax.json_file import read_object
 
 if TYPE_CHECKING:
     from specjax.kv.prefix_cache import Node
@@ -38,8 +37,6 @@ MEDIUM = "GPU"  # as other engines call the memory of their device
 WILDCARDS = "*", "0.0.0.0", "[::]"
 WAIT_SECONDS = 0.1  # for events, after which requests for earlier messages are answered
 END = (-1).to_bytes(8, signed=True)  # the number after the last message that is sent again
-
-
 Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 
 
@@ -65,12 +62,7 @@ def read_config(source: str | os.PathLike[str] | Mapping[str, Any]) -> KVEventsC
 
     Raises ValueError with the key.
     """
-    if isinstance(source, Mapping):
-        values = dict(source)
-    elif isinstance(source, str) and source.lstrip().startswith("{"):
-        values = parse_json(source, f"kv_events_config={short(source)}", is_strict=True)
-    else:
-        values = read_json(Path(source), is_strict=True)
+    values, _ = read_object(source, "kv_events_config=")
     try:
         config = msgspec.convert(values, KVEventsConfig)
         config.topic.encode()

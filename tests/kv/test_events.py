@@ -79,9 +79,9 @@ class Reader:
                 ids, before = event["token_ids"], event["parent_block_hash"]
                 ahead = event.get("lookahead_token_ids", [])
                 for i, name in enumerate(event["block_hashes"]):
-                    own, rest = ids[i * SIZE : (i + 1) * SIZE], ids[(i + 1) * SIZE :] + ahead
+                    page, later = ids[i * SIZE : (i + 1) * SIZE], ids[(i + 1) * SIZE :] + ahead
                     assert name not in self.tokens
-                    self.tokens[name] = before, tuple(own), tuple(rest[: len(ahead)])
+                    self.tokens[name] = before, tuple(page), tuple(later[: len(ahead)])
                     before = name
 
     @property
@@ -89,8 +89,8 @@ class Reader:
         return {self._path(name) for name in self.tokens}
 
     def _path(self, name: int) -> Page:
-        before, own, ahead = self.tokens[name]
-        return (*(() if before is None else self._path(before)), own + ahead)
+        before, page, ahead = self.tokens[name]
+        return (*(() if before is None else self._path(before)), page + ahead)
 
     def close(self) -> None:
         self._context.destroy(linger=0)
@@ -112,9 +112,9 @@ def config_in(folder: Path, **changes: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def publisher(tmp_path: Path) -> Iterator[KVEventPublisher]:
-    made = KVEventPublisher(read_config(config_in(tmp_path)), SIZE)
-    yield made
-    made.close()
+    started = KVEventPublisher(read_config(config_in(tmp_path)), SIZE)
+    yield started
+    started.close()
 
 
 @pytest.mark.parametrize("lookahead", [0, 1, 2])
