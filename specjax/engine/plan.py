@@ -147,9 +147,11 @@ def decide_pages(
         if all(num_pages > count for _, count in pools):  # otherwise, a split would save nothing
             break
     config = replace(config, num_pages=num_pages)
-    pools = sizing.grown_window_pages(networks.target.caches, config, spare)
-    config = replace(config, window_pages=pools)
-    return config, sizing.memory_needs(networks, config, temporary_bytes, transit_tokens)
+    if config.window_pages and spare:
+        pools = sizing.grown_window_pages(networks.target.caches, config, spare)
+        config = replace(config, window_pages=pools)
+        needs = sizing.memory_needs(networks, config, temporary_bytes, transit_tokens)
+    return config, needs
 
 
 def plan_engine(args: EngineArgs) -> EnginePlan:

@@ -15,7 +15,7 @@ from specjax.sampling.grammar import Thinking
 from specjax.sampling.grammar_check import Grammars
 from specjax.sampling.grammar_process import GrammarProcesses
 from specjax.sampling.grammar_request import Grammar
-from specjax.sampling.params import GRAMMARS, SamplingParams
+from specjax.sampling.params import GRAMMARS, LISTS, SamplingParams
 from specjax.scheduling.loop import Call
 from specjax.scheduling.request import GenerateRequest, Request, new_id
 from specjax.scheduling.scheduler import Scheduler
@@ -308,7 +308,7 @@ class RequestFactory:
         if params.grammar is None and thinking is None:
             return None
         kind, text = params.grammar or (None, "")
-        if kind in ("allowed_token_ids", "bad_words") and budget is None:
+        if kind in LISTS and budget is None:
             thinking = None  # they hold for the reasoning too
         return self._grammars.check(kind, text, thinking)
 

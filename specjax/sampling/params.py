@@ -30,9 +30,10 @@ MAX_STOP_LENGTH = 256
 INT32_MAX = np.iinfo(np.int32).max
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 
-# parameters that limit a text by a grammar
 # Limits that the library's own limits on work permit with real vocabularies: 200 words of 8.
 MAX_BAD_WORDS, MAX_BAD_CHARACTERS = 128, 1024
+
+# parameters that limit a text by a grammar
 GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag", "allowed_token_ids", "bad_words")
 # parameters in SGLang that are rejected here, with the reason
 REFUSED = {
@@ -41,8 +42,8 @@ REFUSED = {
     "custom_params": "custom logit processors are not supported",
     "stream_interval": "a stream yields as soon as there are new tokens",
 }
-# parameters that are lists -> their items
-_ITEMS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+# grammars that are lists -> their items
+LISTS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "allowed_token_ids": ("token id", lambda item: is_integer(item) and item >= 0),
     "bad_words": ("string that is not empty", lambda item: isinstance(item, str) and item != ""),
 }
@@ -184,8 +185,8 @@ class SamplingParams:
         for name in grammars:
             value = getattr(self, name)
             kinds = {"json_schema": Mapping | bool, "structural_tag": Mapping}.get(name, ())
-            if name in _ITEMS:
-                kind, is_item = _ITEMS[name]
+            if name in LISTS:
+                kind, is_item = LISTS[name]
                 if not isinstance(value, list | tuple) or not value or not all(map(is_item, value)):
                     raise refused(name, value, f"must be a list of at least one {kind}")
                 object.__setattr__(self, name, tuple(value))
@@ -225,7 +226,7 @@ class SamplingParams:
             if (value := getattr(self, name)) is not None:
                 if name == "allowed_token_ids":
                     value = sorted(set(value))
-                return name, json.dumps(value) if name in _ITEMS else value
+                return name, json.dumps(value) if name in LISTS else value
         return None
 
     @cached_property
