@@ -28,6 +28,7 @@ _SWITCHES = re.compile(
 # names with such a word that do not change the network, or whose tensors decide
 _HARMLESS = re.compile(
     r"^_|dropout|pdrop|implementation|backend|flash|grad|loss|^(use_)?qk_norm$|"
+    r"^(attention|qkv)_bias$|"
     r"^max_window_layers$|^parallel_drafting$|(tensor|model|pipeline|data)_parallel"
 )
 
