@@ -28,7 +28,10 @@ from specjax.server import process
 process.Server.failure_seconds, process.ANSWER_SECONDS, process.END_SECONDS = 0.5, 0.2, 2.0
 def make_engine(**options):
     engine = Engine(**options)
-    engine.runner.prefill = lambda *_, **options: threading.Event().wait()
+    def wait(*_, **options):
+        print("prefill", flush=True)
+        threading.Event().wait()
+    engine.runner.prefill = wait
     return engine
 sys.exit(main(make_engine=make_engine))
 """
@@ -125,6 +128,8 @@ def test_clients_of_a_device_that_never_answers_get_an_error(files) -> None:
             client.connect("POST", *request)
             for request in ((COMPLETIONS, asked), (COMPLETIONS, asked | {"stream": True}))
         ]
+        while server.stdout.readline() != "prefill\n":  # an idle engine would flush at once
+            assert server.poll() is None
         waiting.append(client.connect("POST", "/flush_cache", {}))
         for connection in waiting:
             response = connection.getresponse()
