@@ -16,10 +16,10 @@ from specjax.sampling.grammar_process import DIED, MAX_SECONDS, GrammarProcesses
 from specjax.sampling.grammar_request import Grammar, RequestGrammar
 
 MAX_CHARACTERS = 2**16
-# Lanes in which new grammars are compiled: processes at once, CPU seconds, niceness. A grammar that
-# is too slow for the first lane starts again in the second one. Of 5,000 random grammars, each took
-# 0.03 s or less.
-LANES = ((2, 0.25, 10), (1, MAX_SECONDS, 19))
+# Lanes in which new grammars are compiled: processes at once, CPU seconds. A grammar that is too slow
+# for the first lane starts again in the second one. Of 5,000 random grammars, each took 0.03 s or
+# less.
+LANES = ((2, 0.1), (1, MAX_SECONDS))
 MAX_SLOW = 8  # checks in the second lane
 # Grammars of the first lane that need no other check, because clients send the same one again.
 NUM_CHECKED = 64
@@ -67,14 +67,13 @@ class Grammars:
             raise ParameterError(message, param=kind, limit=MAX_CHARACTERS)
         job: dict[str, Any] = {"kind": kind, "text": text}
         job["thinking"] = thinking and [*thinking[:3], [*thinking[3]]]
-        job |= {"seconds": LANES[-1][1], "niceness": 0}  # after the check
+        job |= {"seconds": LANES[-1][1], "is_slow": False}  # after the check
         key = kind, text, thinking
         if (mask := self._checked.pop(key, None)) is not None:
             self._checked[key] = mask
             return Grammar(self.processes, job, mask)
-        for lane, (_, seconds, niceness) in zip(self._lanes, LANES, strict=True):
-            limits = {"seconds": seconds, "niceness": niceness}
-            request = RequestGrammar(self.processes, job | limits)
+        for lane, (_, seconds) in zip(self._lanes, LANES, strict=True):
+            request = RequestGrammar(self.processes, job | {"seconds": seconds})
             try:
                 with self._turn(lane):
                     while not request.prepare([], 0.05):
@@ -95,7 +94,7 @@ class Grammars:
             raise ParameterError(reason, param=kind)
         mask = request.mask
         if lane is self._lanes[-1]:
-            job |= {"niceness": niceness}
+            job["is_slow"] = True
         else:
             self._checked[key] = mask
             if len(self._checked) > NUM_CHECKED:

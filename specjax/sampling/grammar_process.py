@@ -133,7 +133,9 @@ class GrammarProcesses:
                 stderr=subprocess.DEVNULL,  # the library writes the stacks of its faults
                 pass_fds=(other.fileno(), self._shared),
                 env=os.environ | limits,
-                start_new_session=True,  # an interrupt from the terminal must reach only the parent
+                # An interrupt from the terminal must reach only the parent. In a session of its own,
+                # the program would have the same share of the cores as the engine.
+                process_group=0,
             )
         self._control, self._program = mine, program
         self._end_program = weakref.finalize(self, _end_program, mine, program)

@@ -40,7 +40,7 @@ class Grammar:
         request, self.checked = self.checked, None
         if request is None:
             request = RequestGrammar(self.processes, self.job, self.mask)
-            if self.processes.has_room and not self.job["niceness"]:
+            if self.processes.has_room and not self.job["is_slow"]:
                 request.start([])
         self._requests.append(request)
         return request

@@ -51,7 +51,7 @@ def grammars() -> Grammars:
 
 @pytest.fixture
 def short_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammar_check, "LANES", ((2, 0.1, 10), (1, 0.3, 19)))
+    monkeypatch.setattr(grammar_check, "LANES", ((2, 0.1), (1, 0.3)))
 
 
 @pytest.fixture(autouse=True)
@@ -104,7 +104,7 @@ def test_a_grammar_that_grows_ends_by_its_memory(
     grammars: Grammars, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It fills its memory in 0.8 CPU seconds, and has 20."""
-    monkeypatch.setattr(grammar_check, "LANES", ((2, 0.05, 0), (1, 20.0, 0)))
+    monkeypatch.setattr(grammar_check, "LANES", ((2, 0.05), (1, 20.0)))
     program = grammars.processes._program.pid
     before, deadline = waited_seconds(program), time.monotonic() + 10
     with pytest.raises(ParameterError, match="128 MiB"):
