@@ -16,9 +16,9 @@ from specjax.sampling.grammar_process import DIED, MAX_SECONDS, GrammarProcesses
 from specjax.sampling.grammar_request import Grammar, RequestGrammar
 
 MAX_CHARACTERS = 2**16
-# Lanes in which new grammars are compiled: processes at once, CPU seconds. A grammar that is too slow
-# for the first lane starts again in the second one. Of 5,000 random grammars, each took 0.03 s or
-# less.
+# Lanes in which new grammars are compiled: processes at once, CPU seconds. A grammar that is too
+# slow for the first lane starts again in the second one. Of 5,000 random grammars, each took 0.03 s
+# or less.
 LANES = ((2, 0.1), (1, MAX_SECONDS))
 MAX_SLOW = 8  # checks in the second lane
 # Grammars of the first lane that need no other check, because clients send the same one again.

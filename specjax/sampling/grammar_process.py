@@ -133,8 +133,8 @@ class GrammarProcesses:
                 stderr=subprocess.DEVNULL,  # the library writes the stacks of its faults
                 pass_fds=(other.fileno(), self._shared),
                 env=os.environ | limits,
-                # An interrupt from the terminal must reach only the parent. In a session of its own,
-                # the program would have the same share of the cores as the engine.
+                # An interrupt from the terminal must reach only the parent. A session of its own
+                # would have the same share of the cores as the engine.
                 process_group=0,
             )
         self._control, self._program = mine, program

@@ -53,16 +53,17 @@ class Follower:
     def __init__(
         self, compiler: "GrammarCompiler", memory: np.ndarray, max_bytes: int, end: socket.socket
     ) -> None:
-        self._compiler, self._regions, self._max_bytes = compiler, memory, max_bytes
-        self._end = end
+        self._compiler, self._regions, self._end = compiler, memory, end
+        # Before the fork: where a process has read its own folder of /proc, the kernel removes that
+        # folder at its end, which took the program more time than all forks.
+        size = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+        self._max_bytes = size + 2 * STACK_BYTES + max_bytes
         self._constraint: Constraint | None = None
         self._has_started = threading.Event()
 
     def run(self) -> None:
         self._input = self._end.makefile("rb")
-        size = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
-        limit = size + 2 * STACK_BYTES + self._max_bytes
-        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        resource.setrlimit(resource.RLIMIT_AS, (self._max_bytes, self._max_bytes))
         threading.stack_size(STACK_BYTES)
         # two threads, because a thread that yields to others does so until its end
         threading.Thread(target=self._start, daemon=True).start()
@@ -143,8 +144,8 @@ def _limit_time(cpu_seconds: float) -> None:
 def _yield_to_others() -> None:
     """Let this thread compute only where a core is idle.
 
-    On two cores, a busy thread of niceness 19 makes the rounds of a model 1.5 times as long, and one
-    of this kind 1.1 times.
+    On two cores, a busy thread of niceness 19 makes rounds of a model 1.5 times as long, and one of
+    this kind 1.1 times.
     """
     os.sched_setscheduler(threading.get_native_id(), os.SCHED_IDLE, os.sched_param(0))
 
