@@ -139,7 +139,8 @@ class ChoicesAnswer(Answer):
                 if scored := prompt_meta.get("input_token_logprobs"):
                     tops = prompt_meta.get("input_top_logprobs", [])
                     end["logprobs"] = self.logprobs(sent, scored, tops)
-                events = self._event([{"index": index} | opening | end])
+                top = self._prompt_ids(index, is_top=True)
+                events = self._event([{"index": index} | opening | end], **top)
         new_events, new_text = self.new_text(sent, index, result)
         events += new_events
         meta = result.get("meta_info")  # text-only results have no meta_info
@@ -150,7 +151,6 @@ class ChoicesAnswer(Answer):
             return events.encode()
         is_final = meta["finish_reason"] is not None
         choice: Result = {"index": index}
-        top = {} if sent.ids else self._prompt_ids(index, is_top=True)
         if sent.pieces is not None:
             ids, flags = result["output_ids"], meta["output_is_draft"]
             pieces = sent.pieces.take(result["text"], ids, flags, final=is_final)
@@ -160,7 +160,7 @@ class ChoicesAnswer(Answer):
         if is_final:
             sent.last = meta
         end = self._end(index, meta) if is_final else {"finish_reason": None}
-        return (events + self._event([choice | end], **top)).encode()
+        return (events + self._event([choice | end])).encode()
 
     def closing(self) -> bytes:
         """Return the usage, if it was requested, and the mark of the end."""

@@ -47,6 +47,7 @@ class BlocksAnswer(Answer):
     reasoning_end: int | None = None  # id of the token that ends the reasoning
     texts: TokenTexts
     wants_logprobs: bool = False
+    prompt_ids: Sequence[int] | None = None  # if token ids are returned
 
     def __post_init__(self) -> None:
         self.text_only = not self.wants_logprobs
@@ -106,6 +107,12 @@ class BlocksAnswer(Answer):
 
     def closing(self) -> bytes:
         return b""
+
+    def token_ids(self) -> Result:
+        """Return the token ids of the prompt and of the answer, if they are requested."""
+        if self.prompt_ids is None:
+            return {}
+        return {"prompt_token_ids": self.prompt_ids, "token_ids": self._result["output_ids"]}
 
     def stop_kind(self, meta: Result) -> str:
         """Return ``call``, or why the text ended: ``stop``, ``length`` or ``abort``."""
@@ -202,6 +209,7 @@ def make_call(
     ``num_top`` is the number of top log-probabilities; with ``None`` there are none at all.
     """
     is_stream, request_id = body.flag("stream"), f"{id_prefix}_{new_id()}"
+    return_ids = body.flag("return_token_ids")
     with client_names(prompt, body.sources, **names):
         call, new_parts = conversation.make_call(
             body, request_id, is_stream=is_stream, is_separate=True, num_top=num_top
@@ -215,6 +223,7 @@ def make_call(
         "reasoning_end": end,
         "texts": service.texts,
         "wants_logprobs": num_top is not None,
+        "prompt_ids": call.requests[0].input_ids if return_ids else None,
     }
 
 

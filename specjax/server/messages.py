@@ -224,7 +224,7 @@ class MessageAnswer(BlocksAnswer):
 
     def response(self, meta: Result, num_reasoning: int) -> Result:
         content = [content_of(block) for block in self.blocks]
-        return self._message(content, usage=_usage(meta), **self._stop(meta))
+        return self._message(content, usage=_usage(meta), **self._stop(meta), **self.token_ids())
 
     def begin(self) -> Iterator[Result]:
         usage = {"input_tokens": self.num_prompt_tokens, "output_tokens": 0}
@@ -250,7 +250,8 @@ class MessageAnswer(BlocksAnswer):
         yield {"type": "content_block_stop", "index": block.index}
 
     def end(self, meta: Result, num_reasoning: int) -> Iterator[Result]:
-        yield {"type": "message_delta", "delta": self._stop(meta), "usage": _usage(meta)}
+        delta = {"type": "message_delta", "delta": self._stop(meta), "usage": _usage(meta)}
+        yield delta | self.token_ids()
         yield {"type": "message_stop"}
 
     def failed(self, error: ApiError) -> bytes:

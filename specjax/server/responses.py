@@ -250,9 +250,8 @@ class ResponseAnswer(BlocksAnswer):
             "output_tokens_details": {"reasoning_tokens": num_reasoning},
             "total_tokens": prompt + output,
         }
-        return self._response(
-            status, output=items, incomplete_details=details, usage=usage, completed=True
-        )
+        fields: Result = {"output": items, "incomplete_details": details, "usage": usage}
+        return self._response(status, completed=True, **fields, **self.token_ids())
 
     def begin(self) -> Iterator[Result]:
         for kind in ("created", "in_progress"):

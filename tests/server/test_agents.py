@@ -618,3 +618,24 @@ def test_errors_before_a_request_is_read_have_the_form_of_messages(engine: Engin
         answer = Client(port).post(COUNT, ASK)
         assert (answer.status, answer.json()["error"]["type"]) == (401, "authentication_error")
         assert Client(port, x_api_key="k").post(COUNT, ASK).status == 200
+
+
+def test_token_ids_are_those_of_chats(client) -> None:
+    user = {"messages": [{"role": "user", "content": "hello"}]}
+    common = {"temperature": 0, "ignore_eos": True}
+    asked = {"return_token_ids": True}
+    chat = client.post(CHAT, user | common | asked | {"max_tokens": 9}).json()
+    ids = {name: chat.get(name) for name in ("prompt_token_ids", "token_ids")}
+    ids["token_ids"] = chat["choices"][0]["token_ids"]
+    assert len(ids["token_ids"]) == 9
+    for path, fields, last in (
+        (RESPONSES, {"input": "hello", "max_output_tokens": 9}, "response.completed"),
+        (MESSAGES, user | {"max_tokens": 9}, "message_delta"),
+    ):
+        body = common | fields
+        assert not ids.keys() & client.post(path, body).json().keys()
+        assert client.post(path, body | asked).json().items() >= ids.items()
+        stream = events(client, path, body | asked)
+        [event] = [x for x in stream if x.get("response", x).keys() & ids.keys()]
+        assert event["type"].replace("incomplete", "completed") == last
+        assert event.get("response", event).items() >= ids.items()
