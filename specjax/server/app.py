@@ -19,6 +19,7 @@ from specjax.scheduling.scheduler import QueueFullError
 from specjax.server import routes
 from specjax.server.chat import read_chat
 from specjax.server.completions import read_completion
+from specjax.server.decisions import read_decision
 from specjax.server.exchange import ClientGoneError, Exchange, Receive, Scope, Send, dump
 from specjax.server.fields import ApiError
 from specjax.server.generating import generate, read_body
@@ -31,7 +32,7 @@ from specjax.server.service import MAX_BODY_BYTES, MAX_REQUESTS, Access, Service
 logger = logging.getLogger(__name__)
 
 # paths that clients add to a base URL that ends in /v1
-_OPENAI = ("/chat/completions", "/completions", "/responses", "/messages", "/models")
+_OPENAI = ("/chat/completions", "/completions", "/responses", "/messages", "/decisions", "/models")
 # A handler returns a JSON value (or its bytes), or sends the response itself and returns None.
 Handler = Callable[[Service, Exchange], Awaitable[Any]]
 
@@ -94,6 +95,7 @@ def route(service: Service) -> Router:
     to("/v1/messages", respond, post, error=error_json)
     count = partial(read_body, read=count_tokens, renders=True)
     to("/v1/messages/count_tokens", count, post, error=error_json)
+    to("/v1/decisions", partial(generate, read=read_decision, renders=True), post)
     to("/generate", partial(generate, read=read_generate), post)
     to("/v1/models", routes.models, *get)
     to("/v1/models/{name:path}", routes.model, *get)

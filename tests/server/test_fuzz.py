@@ -18,6 +18,10 @@ from specjax.testing import Client, is_idle, num_held
 BASES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "ab", "max_tokens": 2},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2},
+    "/v1/decisions": {
+        "input": "ab",
+        "questions": [{"type": "predicate", "instructions": "a"}],
+    },
     "/generate": {"text": "ab", "sampling_params": {"max_new_tokens": 2}},
     "/tokenize": {"prompt": "ab"},
     "/detokenize": {"tokens": [1, 2]},
@@ -31,7 +35,8 @@ FIELDS = (
     "stop stop_token_ids logit_bias min_tokens ignore_eos speculative echo logprobs top_logprobs "
     "best_of stream stream_options suffix rid return_logprob top_logprobs_num logprob_start_len "
     "user tools response_format chat_template_kwargs return_text_in_logprobs add_special_tokens "
-    "add_generation_prompt model_path draft_path abort_all return_token_strs skip_special_tokens"
+    "add_generation_prompt model_path draft_path abort_all return_token_strs skip_special_tokens "
+    "input questions safety_identifier return_token_ids"
 ).split()
 SCALARS = st.one_of(
     st.none(),
@@ -39,6 +44,16 @@ SCALARS = st.one_of(
     st.sampled_from([0, 1, 2, -1, 3, 98, 2**31, -(2**63), 2**64, 10**30, 0.5, -0.0, 1e308, 1e-320]),
     st.sampled_from(["", "a", "ab", "tiny", "user", "1", "\ud800", "\0", "é", "a" * 300]),
 )
+
+
+def make_question(kind: str, instructions: Any, value: Any) -> Any:
+    """A list with a question that has this value in its options, if any."""
+    options = {"choices": [{"value": value}, {"value": "b"}]} if kind == "choice" else {}
+    if kind == "score":
+        options = {"levels": [{"label": "a"}, {"label": "b", "description": value}]}
+    return [{"type": kind, "instructions": instructions, **options}]
+
+
 VALUES = st.recursive(
     SCALARS,
     lambda inner: st.one_of(
@@ -48,6 +63,7 @@ VALUES = st.recursive(
             inner,
             max_size=3,
         ),
+        st.builds(make_question, st.sampled_from(["choice", "score", "predicate"]), inner, inner),
     ),
     max_leaves=5,
 )
