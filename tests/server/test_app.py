@@ -133,11 +133,22 @@ def scraped(client: Client) -> dict[tuple[str, str], Any]:
 
 def test_the_dashboard_asks_for_metrics_that_are_there(client) -> None:
     folder = Path(__file__).parents[2] / "examples" / "deploy"
-    panels = json.loads((folder / "grafana" / "specjax.json").read_text("utf-8"))["panels"]
-    queries = [target["expr"] for panel in panels for target in panel["targets"]]
+    dashboard = json.loads((folder / "grafana" / "specjax.json").read_text("utf-8"))
+    queries = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    selected = '{instance=~"$instance", model_name=~"$model"}'
+    for query in queries:
+        assert query.count("specjax:") == query.count(selected) > 0
+    source, *variables = dashboard["templating"]["list"]
+    assert [x["name"] for x in variables] == ["instance", "model"]
+    assert source["type"] == "datasource"
+    sources = {x["datasource"]["uid"] for x in (*dashboard["panels"], *variables)}
+    assert sources == {f"${{{source['name']}}}"}
+    queries += [x["query"] for x in variables]
     queries.append((folder / "rules.yaml").read_text("utf-8"))
-    asked = {name for query in queries for name in re.findall(r"specjax:\w+", query)}
+    names = r"(?:specjax:|process_)\w+"
+    asked = {name for query in queries for name in re.findall(names, query)}
     assert len(asked) > 10
+    client.get("/health")  # the first response to be counted
     assert asked <= {name for name, _ in scraped(client)}
 
 
@@ -149,8 +160,11 @@ def test_alerts_count_no_probes_and_notice_a_server_that_is_gone() -> None:
     excluded = {path for path in paths if re.fullmatch(probes, path)}
     assert excluded == {"/health", "/health_generate", "/ping"}
     (job,) = re.findall(r"job_name: (\w+)", (folder / "prometheus.yaml").read_text("utf-8"))
+    # the series of one server have equal labels, in whatever state it is
     (ready,) = re.findall(r"expr: (.*ready.*)", rules)
-    assert ready.endswith(f' or up{{job="{job}"}} == 0')
+    assert ready.startswith("min by (job, instance) (specjax:server_state{")
+    assert ready.endswith(f' or up{{job="{job}"}}) == 0')
+    assert set(re.findall(r'job="(\w+)"', rules)) == {job}
 
 
 @pytest.mark.parametrize("error", [None, ValueError("closed"), EngineFault("lost")])
