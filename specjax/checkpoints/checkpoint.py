@@ -2,7 +2,6 @@
 
 import logging
 import math
-import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -14,6 +13,7 @@ import numpy as np
 
 from specjax.checkpoints.quantization import quantised_source
 from specjax.checkpoints.tensors import FLOATS, TensorSource, make_weight
+from specjax.compiling.pool import usable_cores
 from specjax.config import Quantization, TransformerConfig
 from specjax.models.declare import Recipe, Recipes
 from specjax.models.flat import recipes_of
@@ -99,7 +99,7 @@ class Checkpoint(Generic[C]):
 
         # the largest first, so that no thread still loads a large one when the others are idle
         by_size = sorted(recipes, key=lambda name: -math.prod(recipes[name].shape))
-        with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
+        with ThreadPoolExecutor(max_workers=min(8, usable_cores())) as pool:
             loaded = pool.map(make, (recipes[name] for name in by_size))
             weights = dict(zip(by_size, loaded, strict=True))
         return {name: weights[name] for name in recipes}

@@ -11,7 +11,6 @@ groups have zero points. Formats, with their names of tensors:
 """
 
 import math
-import os
 import re
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +24,7 @@ from ml_dtypes import bfloat16, float8_e4m3fn, int4
 from msgspec import Meta
 
 from specjax.checkpoints.tensors import FLOATS, TensorInfo, TensorSource, cast
+from specjax.compiling.pool import usable_cores
 from specjax.config import ModelConfig, Quantization
 from specjax.json_file import Fields, Flag, PositiveSize
 from specjax.models.declare import OFFSET, SCALE, Recipes
@@ -206,7 +206,7 @@ def quantise(
     values, scales = np.empty((rows, columns), dtype), np.empty((rows, groups), np.float32)
     step = max(1, _CACHED // columns)
     # an output head is often the last to finish, when the threads of other matrices are idle
-    threads = min(4, os.cpu_count() or 1) if matrix.size > _LARGE else 1
+    threads = min(4, usable_cores()) if matrix.size > _LARGE else 1
 
     def rounds(thread: int) -> None:
         for start in range(thread * step, rows, threads * step):

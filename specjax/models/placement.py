@@ -15,6 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
+from specjax.compiling.pool import usable_cores
+
 logger = logging.getLogger(__name__)
 
 _to_int4 = jax.jit(lambda values: values.astype(jnp.int4))
@@ -74,7 +76,8 @@ class Placement:
 
     @classmethod
     def on(cls, index: int = 0) -> "Placement":
-        """Device ``index`` of the default backend."""
+        """Device ``index`` of the default backend, whose threads follow a container's quota."""
+        os.environ.setdefault("PJRT_NPROC", str(usable_cores()))  # JAX's runtime reads no quota
         try:
             devices = jax.devices()
         except (RuntimeError, AssertionError) as error:  # the plugin is absent or fails

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from specjax import compiling
 from specjax.compiling.cache import FOLDER, open_compile_cache
 from specjax.compiling.pool import CompilePool, on_progress, usable_cores
 
@@ -155,3 +156,9 @@ def test_threads_use_the_cores_of_the_container(quota, count, monkeypatch, tmp_p
     (tmp_path / "cpu.max").write_text(quota)
     assert usable_cores(tmp_path / "cpu.max") == count
     assert usable_cores(tmp_path / "none") == 3
+
+
+def test_no_pool_counts_the_cores_of_the_host() -> None:
+    sources = Path(compiling.__file__).parents[1]
+    users = [path.name for path in sources.rglob("*.py") if "cpu_count" in path.read_text()]
+    assert users == ["commands.py"]  # which reports them

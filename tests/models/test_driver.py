@@ -1,6 +1,7 @@
 """What is said if JAX does not use a GPU that is present."""
 
 import logging
+import os
 
 import jax
 import pytest
@@ -64,6 +65,16 @@ def test_an_engine_warns_unless_the_cpu_is_chosen(machine, monkeypatch, caplog) 
         with caplog.at_level(logging.WARNING):
             assert Placement.on().on_cpu
         assert caplog.text.count("running on the CPU: an NVIDIA GPU (driver 580.10)") == count
+
+
+def test_threads_of_the_runtime_follow_the_quota(monkeypatch) -> None:
+    monkeypatch.setenv("PJRT_NPROC", "5")
+    monkeypatch.setattr(driver, "usable_cores", lambda: 3)
+    for before, after in (("5", "5"), (None, "3")):
+        if before is None:
+            monkeypatch.delenv("PJRT_NPROC")
+        Placement.on()
+        assert os.environ["PJRT_NPROC"] == after
 
 
 @pytest.mark.parametrize(
