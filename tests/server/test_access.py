@@ -140,6 +140,53 @@ def test_a_signal_reads_the_keys_again() -> None:
         asyncio.run(main(listener))
 
 
+def test_keys_are_rotated_without_a_refused_request(engine, tmp_path, monkeypatch) -> None:
+    """Clients change keys while both are valid. A request of the old key outlives it."""
+    path = tmp_path / "keys"
+    path.write_text("old")
+    key_file = KeyFile(path)
+    access = Access(key_file=key_file)
+    key, answers, is_over = "old", [], threading.Event()
+    has_begun, go_on, compute = threading.Event(), threading.Event(), engine.runner.prefill
+
+    def prefill(*arguments, **options):
+        has_begun.set()
+        assert go_on.wait(20)
+        return compute(*arguments, **options)
+
+    def ask_on() -> None:
+        while not is_over.is_set():
+            sent = key
+            status = client.get("/v1/models", x_api_key=sent).status
+            answers.append((threading.get_ident(), sent, status))
+
+    def wait_for_answers() -> None:
+        """Wait until both clients have sent the current key."""
+        before = len(answers)
+        wait_for(lambda: len({who for who, sent, _ in answers[before:] if sent == key}) == 2)
+
+    monkeypatch.setattr(engine.runner, "prefill", prefill)
+    with running(route(Service(engine, access=access))) as port, ThreadPoolExecutor(2) as pool:
+        client = Client(port)
+        begun = client.connect("POST", COMPLETIONS, {"prompt": "x"}, x_api_key="old")
+        assert has_begun.wait(20)
+        for _ in range(2):
+            pool.submit(ask_on)
+        try:
+            for text, current in (("old", "old"), ("old\nnew", "old"), ("", "new"), ("new", "new")):
+                key = current
+                path.write_text(text)
+                key_file.reload()
+                wait_for_answers()
+            assert client.get("/v1/models", x_api_key="old").status == 401
+        finally:
+            is_over.set()
+            go_on.set()
+        assert {status for _, _, status in answers} == {200}
+        assert begun.getresponse().status == 200
+        begun.close()
+
+
 PAGE = {"host": "127.0.0.1:30000", "origin": "http://page.example"}
 
 
