@@ -127,13 +127,19 @@ def pool_layers(caches: Sequence[Cache], num_pools: int) -> tuple[list[int], ...
 def pool_shapes(caches: Sequence[Cache], num_kv: Sequence[int]) -> tuple[Any, ...]:
     """Shapes ``[L, KV indices, *per_token]`` of pools with ``num_kv`` KV indices each.
 
-    A pool without layers is ``None``.
+    A pool without layers is ``None``. Raises ValueError if its layers keep different shapes.
     """
 
     def shape(layers: Sequence[int], count: int) -> jax.ShapeDtypeStruct | None:
         if not layers:
             return None
-        (token,) = {caches[i].per_token for i in layers}
+        token, *others = {caches[i].per_token: None for i in layers}
+        if others:
+            shapes = [each.shape for each in (token, *others)]
+            raise ValueError(
+                f"layers {list(layers)} share a KV pool but keep shapes {shapes} of a token; their "
+                "mixers must declare equal ones"
+            )
         return jax.ShapeDtypeStruct((len(layers), count, *token.shape), token.dtype)
 
     return tuple(map(shape, pool_layers(caches, len(num_kv)), num_kv))

@@ -150,3 +150,6 @@ def test_layers_with_equal_caches_share_a_pool() -> None:
     assert [shape.shape for shape in pool_shapes(caches, (40,))] == [(4, 40, *token)]
     first, second = pool_shapes(caches[::2], (40, 20))
     assert (first, second.shape) == (None, (2, 20, *token))
+    wide = caches[1]._replace(per_token=jax.ShapeDtypeStruct((2, 1, 5), jnp.float32))
+    with pytest.raises(ValueError, match=r"layers \[0, 1\] .*\(2, 1, 5\)"):
+        pool_shapes((caches[1], wide), (40,))
