@@ -71,3 +71,22 @@ def test_links_lead_somewhere(document: Path) -> None:
         if not target.exists() or (anchor and anchor not in anchors_of(target)):
             dead.append(link)
     assert dead == []
+
+
+def test_programs_make_the_clients_as_the_table_says() -> None:
+    text = (ROOT / "docs" / "server.md").read_text(encoding="utf-8")
+    table = text.split("| client | settings | checked |\n|---|---|---|\n", 1)[1].split("\n\n", 1)[0]
+    by_hand = []
+    for client, settings, checked in (line.strip("| ").split(" | ") for line in table.splitlines()):
+        if checked == "by hand":
+            by_hand.append(client)
+            continue
+        programs = ""
+        for test in re.findall(r"`(tests/clients/\w+\.py)`", checked):
+            source = (ROOT / test).read_text(encoding="utf-8")
+            for name in re.findall(r"run_program\(\s*\"(\w+)\"", source):
+                path = ROOT / "tests" / "clients" / "programs" / f"{name}.py"
+                programs += path.read_text(encoding="utf-8")
+        (call,) = re.match(r"`([\w.]+)", settings).groups()  # type: ignore[union-attr]
+        assert re.search(rf"\b{re.escape(call)}\b", programs), client
+    assert len(by_hand) == 6
