@@ -66,7 +66,7 @@ GRAMMAR_FIELDS = (
 # fields about the caller, the account or the transport; they do not change the text
 IGNORED = frozenset(
     "user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention "
-    "prediction stream_reasoning log_metrics "
+    "prompt_cache_options prediction stream_reasoning log_metrics "
     "no_logs request_id".split()
 )
 _GRAMMAR = "use response_format or structured_outputs"

@@ -27,7 +27,9 @@ from specjax.server.service import Service
 # a block of agents that differs in every request, so that no prefix would be found in the cache
 BILLING = "x-anthropic-billing-header:"
 SIGNATURE = "unsigned"  # clients keep no block of thinking without a signature
-_IGNORED = ("mcp_servers", "container", "context_management", "betas", "inference_geo")
+_IGNORED = (
+    "betas cache_control container context_management inference_geo mcp_servers speed".split()
+)
 _CHOICES = {"auto": "auto", "any": "required", "none": "none", None: "auto"}
 # field of a function in chat completions -> a tool's, in the order that templates show
 _FUNCTION = {

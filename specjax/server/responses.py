@@ -36,7 +36,9 @@ _REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "background": ("requests are synchronous", (False,)),
     "n": ("a response has one answer; use /v1/chat/completions", (1,)),
 }
-_IGNORED = ("client_metadata", "max_tool_calls", "stream_options", "truncation", "moderation")
+_IGNORED = (
+    "client_metadata context_management max_tool_calls moderation stream_options truncation".split()
+)
 
 
 def read_response(service: Service, body: Body) -> tuple[Call, "ResponseAnswer"]:
