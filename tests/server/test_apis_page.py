@@ -146,3 +146,20 @@ def test_events(section, kind, more) -> None:
     never = re.findall(r"`([\w.]+)`", section.split("Never sent:")[1])
     assert never
     assert not sent & set(never)
+
+
+def test_answers(service) -> None:
+    turns = [{"role": "user", "content": "a"}]
+    for section, read, base in (
+        (RESPONSES, read_response, {"input": "a"}),
+        (MESSAGES, read_message, {"messages": turns}),
+    ):
+        _, answer = read(service, Body(base))
+        written = answer.response(META | {"finish_reason": {"type": "stop"}}, 0)
+        has, lacks = re.findall(
+            r"The (?:response|message) has (.*?)\. It has no\s(.*?)\.", section, re.S
+        )[0]
+        assert set(re.findall(r"`(\w+)`", has)) == written.keys()
+        assert not written.keys() & set(re.findall(r"`(\w+)`", lacks))
+    usage = re.findall(r"`usage` has only (.*?)\.\n", MESSAGES, re.S)[0]
+    assert set(re.findall(r"`(\w+)`", usage)) == written["usage"].keys()
