@@ -168,7 +168,8 @@ def test_keys_are_rotated_without_a_refused_request(engine, tmp_path, monkeypatc
     monkeypatch.setattr(engine.runner, "prefill", prefill)
     with running(route(Service(engine, access=access))) as port, ThreadPoolExecutor(2) as pool:
         client = Client(port)
-        begun = client.connect("POST", COMPLETIONS, {"prompt": "x"}, x_api_key="old")
+        asked = {"prompt": "x", "max_tokens": 1}
+        begun = client.connect("POST", COMPLETIONS, asked, x_api_key="old")
         assert has_begun.wait(20)
         for _ in range(2):
             pool.submit(ask_on)
