@@ -27,6 +27,7 @@ LAYERS = (
     ("engine",),
     ("server", "training"),
     ("cli",),
+    ("integrations",),
     ("testing",),
 )
 LAYER = {package: i for i, packages in enumerate(LAYERS) for package in packages}

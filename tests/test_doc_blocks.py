@@ -5,6 +5,7 @@ comment ``<!-- run by tests/... -->`` before a block names another test that run
 """
 
 import argparse
+import asyncio
 import json
 import re
 import runpy
@@ -46,7 +47,7 @@ SAME = {  # scripts that are commands under another name
     "scripts/warmup_compile_cache.py": ["specjax", "warmup"],
     "scripts/bench_adaptive_speculative.py": ["specjax", "bench", "adaptive"],
 }
-PROGRAMS = "specjax|python(?= scripts/| examples/)|make|pip|docker|curl"
+PROGRAMS = "specjax|python(?= scripts/| examples/| -m specjax)|make|pip|docker|curl"
 FOLDERS = ("scripts/", "examples/")
 LEFT_OUT = ("...", "@FILE", "--help")
 DOCKERFILE = (ROOT / "examples/deploy/Dockerfile").read_text(encoding="utf-8")
@@ -215,6 +216,9 @@ def test_commands_are_accepted(
             check_specjax(SAME[script] + options)
         case ["specjax", *_]:
             check_specjax(words)
+        case ["python", "-m", "specjax.integrations.dynamo", *options]:
+            pytest.importorskip("dynamo")
+            asyncio.run(import_module("specjax.integrations.dynamo").Worker.from_args(options))
         case ["python", script, *options]:
             if script == "examples/ray_serve.py":
                 pytest.importorskip("ray")

@@ -1,7 +1,7 @@
 """Sampling parameters of a request, with SGLang's names and defaults."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cache, cached_property
 from typing import Annotated, Any, get_args
@@ -271,6 +271,11 @@ class SamplingParams:
                 f"sampling parameters {short(unknown)} are not supported; supported: {names}"
             )
         return cls(**params)
+
+
+def choice_grammar(choices: Sequence[str]) -> str:
+    """Return the grammar, in Lark's notation, of texts that equal one of ``choices``."""
+    return f"start: {' | '.join(map(json.dumps, choices))}"
 
 
 def _is_unicode(text: str) -> bool:

@@ -1,11 +1,10 @@
 """Options of requests in OpenAI's fields: sampling parameters with their grammar, and output."""
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
 from specjax.checks import is_integer, short
-from specjax.sampling.params import GRAMMARS, SamplingParams
+from specjax.sampling.params import GRAMMARS, SamplingParams, choice_grammar
 from specjax.server.fields import NAMES, ApiError, Body, bad_value, get
 from specjax.text.parts import ANY_OBJECT
 
@@ -103,5 +102,5 @@ def _structured(value: Any) -> dict[str, Any]:
         if not isinstance(limit, list) or not limit or not all(isinstance(x, str) for x in limit):
             message = f"choice={short(limit)} must be a list of strings"
             raise ApiError(400, message, param="structured_outputs")
-        return {"ebnf": f"start: {' | '.join(map(json.dumps, limit))}"}
+        return {"ebnf": choice_grammar(limit)}
     return {_STRUCTURED.get(name, name): limit}

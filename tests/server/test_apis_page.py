@@ -21,7 +21,7 @@ from specjax.text.tool_formats import ToolCall
 PAGE = (Path(__file__).parents[2] / "docs" / "apis.md").read_text("utf-8")
 RESPONSES, MESSAGES = PAGE.split("## Responses\n")[1].split("## Messages\n")
 # accepted like the sampling fields
-COMMON = SAMPLING | {"best_of"}
+COMMON = SAMPLING | {"best_of", "return_token_ids"}
 META = {"prompt_tokens": 1, "completion_tokens": 1, "cached_tokens": 0}
 # a block or item with what any kind needs
 ANYTHING: dict[str, Any] = {

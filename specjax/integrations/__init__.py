@@ -1,0 +1,1 @@
+"""Engines for serving frameworks, which are optional dependencies."""
