@@ -39,7 +39,7 @@ def generate_arguments(request: Mapping[str, Any], context_length: int) -> dict[
             raise ParameterError(f"{name} is not supported; send text only", param=name)
     fields = _fields(request, "sampling_options") | _fields(request, "stop_conditions")
     ends = [token for name in STOP_IDS for token in fields.pop(name, ())]
-    params = {"max_new_tokens": context_length, "stop_token_ids": sorted(set(ends))}
+    params: dict[str, Any] = {"max_new_tokens": context_length, "stop_token_ids": sorted(set(ends))}
     params |= _grammar(fields.pop("guided_decoding", {}))
     params |= {PARAMETERS[name]: fields.pop(name) for name in PARAMETERS if name in fields}
     if params.get("top_k") == 0:
