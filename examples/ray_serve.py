@@ -4,8 +4,10 @@
     python examples/ray_serve.py --replicas 2 --context-length 512 --max-running-requests 4
     curl http://127.0.0.1:8000/v1/completions -d '{"prompt": "The sky is blue because"}'
 
-The program has all engine options too. If SPECJAX_API_KEY is set in the environment, clients must
-send this key. SIGTERM or Ctrl-C ends the program.
+With --session-affinity, requests with the same header x-session-id go to one replica, whose prefix
+cache has the earlier turns of a conversation. The program has all engine options too. If
+SPECJAX_API_KEY is set in the environment, clients must send this key. SIGTERM or Ctrl-C ends the
+program.
 """
 
 import argparse
@@ -16,10 +18,15 @@ from typing import Any
 
 import ray
 from ray import serve
+from ray.serve.config import RequestRouterConfig
 
 from specjax import Engine
 from specjax.cli.options import SERVING, add_engine_options, engine_arguments
 from specjax.server import make_app
+
+SESSIONS = RequestRouterConfig(
+    request_router_class="ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
+)
 
 
 @serve.ingress()
@@ -52,9 +59,13 @@ def main() -> None:
     group.add_argument("--gpus", type=float, default=0, help="GPUs per replica (default: 0)")
     group.add_argument("--requests", type=int, default=64, help="maximum per replica (default: 64)")
     group.add_argument("--shutdown-timeout", type=float, default=30.0)
+    text = "send requests with the same header x-session-id to one replica"
+    group.add_argument("--session-affinity", action="store_true", default=False, help=text)
     add_engine_options(parser, SERVING)
     args = parser.parse_args()
+    router = {"request_router_config": SESSIONS} if args.session_affinity else {}
     deployment = serve.deployment(
+        **router,
         num_replicas=args.replicas,
         max_ongoing_requests=args.requests,
         ray_actor_options={"num_gpus": args.gpus},
