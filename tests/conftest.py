@@ -20,6 +20,7 @@ import pytest
 from hypothesis import settings
 
 from specjax.compiling.cache import CompileCache
+from specjax.runtime.runner import ModelRunner
 from specjax.testing import Files, write_files
 
 # the same examples in every run, without deadlines: other processes affect the timing
@@ -39,6 +40,38 @@ CACHE = {
     "jax_persistent_cache_min_entry_size_bytes": -1,
     "jax_traceback_in_locations_limit": 0,
 }
+TESTS = Path(__file__).parent
+RUNNING: list[Any] = [None]  # the test that runs
+# the functions from which fast tests get engines and runners; a test that compiles others is slow
+BUILDERS = {
+    "engine/conftest.py::base_engine",
+    "engine/conftest.py::plain",
+    "engine/test_adaptive.py::adaptive",
+    "engine/test_engine.py::test_another_head_of_the_same_shape_is_not_shared",
+    "engine/test_engine.py::test_closed_engines_refuse_work",
+    "engine/test_engine.py::test_context_limit_ends_a_request",
+    "engine/test_engine.py::test_start_up_reports_sizes_and_the_resolved_head",
+    "engine/test_engine.py::test_weights_are_shared_without_reading_them_again",
+    "engine/test_first_run.py::test_memory_that_others_use_is_named",
+    "engine/test_grammar.py::engine",
+    "engine/test_logprobs.py::test_prompt_logprobs_of_chunks_that_run_ahead",
+    "engine/test_loop.py::test_a_fault_ends_every_kind_of_call",
+    "engine/test_quantization.py::engines",
+    "engine/test_weights.py::engine",
+    "engine/test_weights.py::new_engine",
+    "engine/test_weights.py::test_a_flush_that_fails_is_a_fault_of_all",
+    "engine/test_weights.py::test_a_plain_engine_has_no_draft",
+    "metrics/test_metrics.py::run",
+    "metrics/test_metrics.py::test_a_served_registry_does_not_keep_its_engine",
+    "server/conftest.py::engine",
+    "server/conftest.py::served",
+    "speculative/test_algorithm.py::test_additional_leaves_of_a_map_are_refused",
+    "support/runners.py::new_runner",
+    "test_doc_blocks.py::make",
+    "test_doc_blocks.py::test_curl_gets_answers",
+    "training/test_collect.py::sampler",
+}
+SLOW = {"slow", "parity", "clients", "browser", "gpu"}
 READ: dict[str, Any] = {}  # executables that engines share, by key
 # groups of folders that share compiled runners and engines; one process runs each group
 SHARING = (
@@ -105,6 +138,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(skip)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    RUNNING[0] = item
+
+
 def pytest_collection_finish() -> None:
     """Exclude imported objects from garbage collection, so that collections are fast."""
     gc.collect()
@@ -141,6 +179,26 @@ def _read_once() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CompileCache, "load", load)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _listed_builders() -> Iterator[None]:
+    """Fail a fast test that compiles a runner with a builder that the list lacks."""
+    compile_runner = ModelRunner.compile
+
+    def checked(runner: ModelRunner, *arguments: Any, **options: Any) -> None:
+        frame: Any = sys._getframe(1)
+        while frame and not frame.f_code.co_filename.startswith(str(TESTS)):
+            frame = frame.f_back
+        place = frame and Path(frame.f_code.co_filename).relative_to(TESTS)
+        builder = f"{place}::{frame.f_code.co_name}" if frame else "another thread"
+        if builder not in BUILDERS and not SLOW & RUNNING[0].keywords.keys():
+            pytest.fail(f"{builder} compiles a runner; mark the test as slow, or use a listed one")
+        compile_runner(runner, *arguments, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ModelRunner, "compile", checked)
         yield
 
 
