@@ -17,6 +17,8 @@ from specjax.scheduling.scheduler import QueueFullError
 from specjax.testing import is_idle, num_held
 from specjax.text import chat_template
 
+from ..support.waiting import wait_for
+
 SECONDS = 30.0  # nothing here takes longer unless it hangs
 TEXTS = ["hello", "The sky is blue", "a"]
 GREEDY = {"temperature": 0.0, "max_new_tokens": 20, "ignore_eos": True}
@@ -136,7 +138,7 @@ def test_an_event_loop_that_closes_early_aborts_its_requests(engine) -> None:
     event_loop.close()
     result = engine.generate("hello", GREEDY)
     assert result["meta_info"]["completion_tokens"] == 20
-    assert is_idle(engine)
+    wait_for(lambda: is_idle(engine))  # those aborted may end after this request
     event_loop = asyncio.new_event_loop()
     event_loop.run_until_complete(stream.aclose())
     event_loop.close()
