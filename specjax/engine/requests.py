@@ -86,6 +86,14 @@ def tokenize_inputs(
 
 
 def encode_conversation(
+    tokenizer: Tokenizer, context_length: float, messages: Messages, /, **options: Any
+) -> list[int]:
+    """Return the token ids of :func:`render_conversation`."""
+    text = render_conversation(tokenizer, context_length, messages, **options)
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+def render_conversation(
     tokenizer: Tokenizer,
     context_length: float,
     messages: Messages,
@@ -93,10 +101,10 @@ def encode_conversation(
     *,
     continue_final_message: bool = False,
     **variables: Any,
-) -> list[int]:
-    """Render a conversation with the chat template and ``variables``, and return its token ids.
+) -> str:
+    """Render a conversation with the chat template and ``variables``.
 
-    With ``continue_final_message`` the ids end with the content of the last message. Characters
+    With ``continue_final_message`` the text ends with the content of the last message. Characters
     are counted first; a conversation that is too long for the context raises ValueError.
     """
     contents = (message.get("content") for message in messages if isinstance(message, Mapping))
@@ -106,7 +114,7 @@ def encode_conversation(
     if continue_final_message:
         text = _up_to_content(text, messages[-1].get("content"))
     tokenizer.check_length(len(text), context_length)
-    return tokenizer.encode(text, add_special_tokens=False)
+    return text
 
 
 def _up_to_content(text: str, content: Any) -> str:

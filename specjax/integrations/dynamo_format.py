@@ -40,7 +40,8 @@ def generate_arguments(request: Mapping[str, Any], context_length: int) -> dict[
     fields = _fields(request, "sampling_options") | _fields(request, "stop_conditions")
     ends = [token for name in STOP_IDS for token in fields.pop(name, ())]
     params: dict[str, Any] = {"max_new_tokens": context_length, "stop_token_ids": sorted(set(ends))}
-    params |= _grammar(fields.pop("guided_decoding", {}))
+    params |= _grammar(_fields(fields, "guided_decoding"))
+    fields.pop("guided_decoding", None)
     params |= {PARAMETERS[name]: fields.pop(name) for name in PARAMETERS if name in fields}
     if params.get("top_k") == 0:
         params["top_k"] = -1  # off in vLLM
@@ -85,8 +86,7 @@ def _fields(request: Mapping[str, Any], name: str) -> dict[str, Any]:
     return {key: value for key, value in (request.get(name) or {}).items() if value is not None}
 
 
-def _grammar(guided: Mapping[str, Any]) -> dict[str, Any]:
-    limits = {name: value for name, value in guided.items() if value is not None}
+def _grammar(limits: dict[str, Any]) -> dict[str, Any]:
     limits.pop("backend", None)  # names a library for the same grammar
     if choices := limits.pop("choice", None):
         limits["grammar"] = choice_grammar(choices)

@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from specjax.checks import short
-from specjax.engine.requests import refuse_length
+from specjax.engine.requests import refuse_length, render_conversation
 from specjax.scheduling.loop import Call
 from specjax.scheduling.request import new_id
 from specjax.server.answers import Answer, Result, finite
@@ -218,10 +218,8 @@ def encode_question(
     labels = make_labels(len(options))
     lines = [f"{label}: {option}" for label, option in zip(labels, options, strict=True)]
     content = "\n".join([text, "", question.instructions, *lines, LAST_LINE])
-    tokenizer.check_length(len(content), length)
     messages = [{"role": "user", "content": content}]
-    rendered = tokenizer.apply_chat_template(messages, enable_thinking=False)
-    tokenizer.check_length(len(rendered), length)
+    rendered = render_conversation(tokenizer, length, messages, enable_thinking=False)
     prompt = tokenizer.encode(rendered, add_special_tokens=False)
     if len(prompt) >= length:
         refuse_length(len(prompt), length)
