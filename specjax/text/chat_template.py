@@ -36,12 +36,13 @@ class _Renderer:
             if self._process is None or self._process.poll() is not None:
                 self.close()
                 # -P: files in this folder must not shadow modules of the standard library. New
-                # session: an interrupt from the terminal must reach only the parent.
+                # group: an interrupt from the terminal must reach only the parent. A session of its
+                # own would have the same share of the cores as the engine.
                 self._process = subprocess.Popen(
                     [sys.executable, "-P", str(_SANDBOX)],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
-                    start_new_session=True,
+                    process_group=0,
                 )
             return self._process
 
