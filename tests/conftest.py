@@ -184,11 +184,19 @@ def _read_once() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def _listed_builders() -> Iterator[None]:
-    """Fail a fast test that compiles a runner with a builder that the list lacks."""
+    """Fail a fast test that compiles a runner with a builder that the list lacks.
+
+    Also fail a test that patched the program before it made a runner that other tests share.
+    """
     compile_runner = ModelRunner.compile
 
     def checked(runner: ModelRunner, *arguments: Any, **options: Any) -> None:
         frame: Any = sys._getframe(1)
+        patch = RUNNING[0].funcargs.get("monkeypatch")
+        if patch and patch._setattr and frame.f_back.f_code.co_name == "_made_runner":
+            pytest.fail(
+                "other tests share this runner; make it before the test patches the program"
+            )
         while frame and not frame.f_code.co_filename.startswith(str(TESTS)):
             frame = frame.f_back
         place = frame and Path(frame.f_code.co_filename).relative_to(TESTS)

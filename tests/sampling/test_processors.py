@@ -145,8 +145,8 @@ KINDS = [replace(SAMPLED, temperature=0.0), SAMPLED, replace(SAMPLED, presence_p
 @pytest.mark.slow
 def test_state_follows_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
     """With drafts, few pages, chunked prompts and prompts in the prefix cache."""
-    monkeypatch.setattr(processors, "PROCESSORS", (Remainders(), *processors.PROCESSORS))
     made, found = make_runner(EAGLE3, 3), []
+    monkeypatch.setattr(processors, "PROCESSORS", (Remainders(), *processors.PROCESSORS))
     for shape in DraftShape.chain(0), DraftShape.chain(3), DraftShape(3, 2, 6):
         config = replace(made.config, shapes=(shape,))
         runner = new_runner(made.networks, config, *copied_weights())
