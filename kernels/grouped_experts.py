@@ -1,0 +1,434 @@
+"""Feed-forward experts of a mixture: each row goes through the k experts that its router chose.
+
+A slot is one choice of a row: slot ``row * k + j`` is its j-th. If rows are many, slots are grouped
+by expert first, so that the weights of an expert are read once for up to a tile of its rows. If
+rows are few, each slot is a group, which saves a launch. Weights of other experts are not read.
+
+A row has the same bits in any batch: each sum adds its inputs in ascending steps, and the size of a
+step follows from the matrix only. Groups and tiles choose which rows share a program.
+
+Axes: R rows, k choices, S = R k slots, E experts, D hidden, I inner, G groups of inputs.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.experimental import pallas as pl
+from specjax.kernels.backend import (
+    INVARIANT,
+    load,
+    power_of_two,
+    resolve,
+    row_dot,
+    store,
+    triton_call,
+)
+
+Activation = Callable[[Array, Array], Array]
+
+MIN_HEIGHT, MAX_HEIGHT = 16, 128  # rows per tile; tensor cores need 16
+MAX_DEPTH_BYTES = 256  # of a row of inputs per loop step
+SHARED_BYTES = 192 * 1024  # of shared memory for loads in flight
+MAX_LANES = 16
+# Slots are grouped if this many times their number exceeds E.
+MAX_SLOT_SHARE = 4
+MAX_CHUNK = 1024  # slots that a program groups at a time
+# From here on, a matrix of partial sums in float32 costs more time than the sums.
+MAX_FLOAT32_ROWS = 512
+
+
+@dataclass(frozen=True)
+class ExpertTiles:
+    """Launch shape; sizes are powers of two.
+
+    A width that does not divide its axis is replaced by the largest power of two that does.
+    """
+
+    height: int  # slots per tile
+    inner_width: int  # gates, and as many ups, per tile
+    width: int  # outputs per tile
+    lanes: int  # programs that share the tiles of an expert
+    num_warps: int  # warps (of 32 threads) per program
+    max_stages: int  # loads in flight in the software pipeline, if shared memory holds them
+
+    @classmethod
+    def choose(cls, num_rows: int, top_k: int, num_experts: int) -> "ExpertTiles":
+        """Tiles by the mean number of rows of an expert.
+
+        Widths and warps of up to 16 rows per expert are those of a prototype that ran within 1.1
+        of the time to read its experts at 8 to 128 rows (Qwen3-30B-A3B and gpt-oss-20b shapes,
+        H200). Larger tiles follow the ones that other engines found for an H200. They have not
+        been measured here.
+        """
+        mean = num_rows * top_k / num_experts
+        # half of the experts have more rows than the mean
+        height = min(MAX_HEIGHT, max(MIN_HEIGHT, power_of_two(math.ceil(1.5 * mean))))
+        if height == MAX_HEIGHT:
+            # programs that run at the same time read the same weights from the L2 cache
+            return cls(height, 64, 128, min(MAX_LANES, math.ceil(mean / height)), 8, 3)
+        return cls(height, 32 if num_rows <= 32 else 64, 64, 1, 4, 4)
+
+
+class _Matrix(NamedTuple):
+    """The matrices ``[E, outputs, inputs]`` of all experts, or that of one; arrays or references.
+
+    A scale is for ``group_size`` inputs of an output, of which the last group may have fewer.
+    """
+
+    values: Any
+    scales: Any  # [E, outputs, G] or None
+    biases: Any  # [E, outputs] or None
+
+    @property
+    def group_size(self) -> int:
+        size, num_groups = self.values.shape[-1], self.num_groups
+        return power_of_two(pl.cdiv(size, num_groups)) if num_groups > 1 else size
+
+    @property
+    def num_groups(self) -> int:
+        return 1 if self.scales is None else self.scales.shape[-1]
+
+    def depth(self, itemsize: int) -> int:
+        """Inputs per loop step; the number of rows does not choose it."""
+        return min(_divisor(MAX_DEPTH_BYTES // itemsize, self.values.shape[-1]), self.group_size)
+
+    def product(self, x: Array) -> Array:
+        """Products f32 of rows ``[R, inputs]`` with the matrix of one expert, by XLA."""
+        matrix = self.values.astype(jnp.float32)
+        if self.scales is not None:
+            scales = jnp.repeat(self.scales.astype(jnp.float32), self.group_size, axis=1)
+            matrix = matrix * scales[:, : matrix.shape[1]]
+        sums = jnp.matmul(x.astype(jnp.float32), matrix.T, precision=jax.lax.Precision.HIGHEST)
+        return sums if self.biases is None else sums + self.biases.astype(jnp.float32)
+
+
+def _divisor(limit: int, size: int) -> int:
+    """The largest power of two up to ``limit``, which is one, that divides ``size``."""
+    return min(limit, size & -size)
+
+
+def _reference(
+    x: Array,
+    experts: Array,
+    weights: Array,
+    matrices: tuple[_Matrix, _Matrix],
+    activation: Activation,
+    dtype: jnp.dtype | type,
+) -> Array:
+    """All rows go through one expert after the other, and those that chose it keep the result."""
+
+    def step(sums: Array, inputs: tuple[Array, _Matrix, _Matrix]) -> tuple[Array, None]:
+        expert, matrix_in, matrix_out = inputs
+        hidden = activation(*jnp.split(matrix_in.product(x), 2, axis=1)).astype(x.dtype)
+        out = (matrix_out.product(hidden) * weights.T[..., None]).astype(dtype)
+        return jnp.where((experts.T == expert)[..., None], out, sums), None
+
+    sums = jnp.zeros((*experts.T.shape, x.shape[1]), dtype)
+    numbers = jnp.arange(matrices[0].values.shape[0], dtype=jnp.int32)
+    return jax.lax.scan(step, sums, (numbers, *matrices))[0]
+
+
+def specjax_group_rows(
+    experts_ref: Any, slots_ref: Any, starts_ref: Any, *, num_experts: int, chunk: int
+) -> None:
+    """Kernel body: program e lists the slots that chose expert e, in ascending order.
+
+    Program E lists the slots without an expert. Program E + 1 only writes the end of the list.
+    """
+    number, num_slots = pl.program_id(0), experts_ref.shape[0]
+    lane = jnp.arange(chunk, dtype=jnp.int32)
+
+    def read(i: Array) -> tuple[Array, Array, Array]:
+        slot = i * chunk + lane
+        inside = slot < num_slots
+        expert = load(experts_ref.at[slot], mask=inside, other=0)
+        is_expert = (expert >= 0) & (expert < num_experts)
+        group = jnp.where(is_expert, expert, num_experts)
+        is_before, is_own = (inside & test for test in (group < number, group == number))
+        return slot, is_before.astype(jnp.int32), is_own.astype(jnp.int32)
+
+    def count(i: Array, total: Array) -> Array:
+        return total + jnp.sum(read(i)[1])
+
+    def write(i: Array, start: Array) -> Array:
+        slot, _, is_own = read(i)
+        place = start + jnp.cumsum(is_own) - 1
+        # lanes without a slot have indices after the list, so no index occurs twice
+        place = jnp.where(is_own > 0, place, num_slots + lane)
+        store(slots_ref.at[place], slot, mask=is_own > 0)
+        return start + jnp.sum(is_own)
+
+    num_chunks = pl.cdiv(num_slots, chunk)
+    start = jax.lax.fori_loop(0, num_chunks, count, jnp.int32(0))
+    starts_ref[number] = start
+    jax.lax.fori_loop(0, num_chunks, write, start)
+
+
+class _Program:
+    """The expert, columns and slots of one program.
+
+    Groups are the experts of all slots if each slot is a group, and otherwise the slots by group,
+    with the first index of each group. The number of an expert is outside ``[0, E)`` for a group of
+    slots without an expert.
+    """
+
+    def __init__(
+        self, groups: tuple[Any, ...], num_experts: int, num_slots: int, tiles: ExpertTiles
+    ):
+        first, second = pl.program_id(0), pl.program_id(1)
+        if tiles.lanes == 1:
+            self.group, self.column, self.lane = first, second, jnp.int32(0)
+        else:
+            # the lanes of a group, which share weights, run at the same time
+            self.group, self.column, self.lane = second, first // tiles.lanes, first % tiles.lanes
+        self.groups, self.num_slots, self.tiles = groups, num_slots, tiles
+        self.expert = self.group if len(groups) == 2 else groups[0][self.group]
+        self.is_expert = (self.expert >= 0) & (self.expert < num_experts)
+
+    def columns(self, width: int) -> Array:
+        return self.column * width + jnp.arange(width, dtype=jnp.int32)
+
+    def for_each_tile(self, body: Callable[[Array, Array], None]) -> None:
+        """Call ``body(slot, is_live)``, both ``[height]``, for tiles of the group's slots.
+
+        Slots that are not live are numbered after the last one. They are neither read nor written.
+        """
+        tiles, offset = self.tiles, jnp.arange(self.tiles.height, dtype=jnp.int32)
+        if len(self.groups) == 1:
+            is_live = offset == 0
+            body(jnp.where(is_live, self.group, self.num_slots + offset), is_live)
+            return
+        slots_ref, starts_ref = self.groups
+        start, end = starts_ref[self.group], starts_ref[self.group + 1]
+
+        def step(i: Array, _: None) -> None:
+            place = start + (i * tiles.lanes + self.lane) * tiles.height + offset
+            is_live = place < end
+            slot = load(slots_ref.at[place], mask=is_live, other=0)
+            body(jnp.where(is_live, slot, self.num_slots + offset), is_live)
+
+        num_tiles = pl.cdiv(end - start, tiles.height)
+        jax.lax.fori_loop(0, pl.cdiv(num_tiles - self.lane, tiles.lanes), step, None)
+
+
+def _products(
+    x_ref: Any,
+    rows: Array,
+    is_live: Array,
+    matrix: _Matrix,
+    expert: Array,
+    outputs: tuple[Array, ...],
+) -> list[Array]:
+    """Products f32 ``[height, width]`` of rows with some outputs of an expert's matrix."""
+    depth = matrix.depth(x_ref.dtype.itemsize)
+    mask = jnp.broadcast_to(is_live[:, None], (len(rows), depth))
+
+    def scaled(sums: Array, columns: Array, group: Array | int) -> Array:
+        return sums * matrix.scales[expert, columns, group].astype(jnp.float32)[None]
+
+    def step(i: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
+        inputs = i * depth + jnp.arange(depth, dtype=jnp.int32)
+        lhs = load(x_ref.at[rows[:, None], inputs[None, :]], mask=mask, other=0.0)
+        totals = []
+        for total, columns in zip(sums, outputs, strict=True):
+            rhs = matrix.values[expert, columns[:, None], inputs[None, :]].astype(lhs.dtype)
+            product = row_dot(lhs, rhs, transpose=True)
+            if matrix.num_groups > 1:
+                product = scaled(product, columns, i * depth // matrix.group_size)
+            totals.append(total + product)
+        return tuple(totals)
+
+    zeros = jnp.zeros((len(rows), len(outputs[0])), jnp.float32)
+    sums = list(jax.lax.fori_loop(0, x_ref.shape[1] // depth, step, (zeros,) * len(outputs)))
+    for i, columns in enumerate(outputs):
+        if matrix.scales is not None and matrix.num_groups == 1:
+            sums[i] = scaled(sums[i], columns, 0)
+        if matrix.biases is not None:
+            sums[i] += matrix.biases[expert, columns].astype(jnp.float32)[None]
+    return sums
+
+
+def specjax_experts_in(
+    x_ref: Any,
+    matrix: _Matrix,
+    groups: tuple[Any, ...],
+    hidden_ref: Any,
+    *,
+    tiles: ExpertTiles,
+    activation: Activation,
+) -> None:
+    """Kernel body: activations of gate and up for the slots of a group, in some inner columns.
+
+    Slots without an expert are not written, and nothing reads them.
+    """
+    num_slots, inner = hidden_ref.shape
+    top_k = num_slots // x_ref.shape[0]
+    program = _Program(groups, matrix.values.shape[0], num_slots, tiles)
+    columns = program.columns(_divisor(tiles.inner_width, inner))
+
+    def body(slot: Array, is_live: Array) -> None:
+        outputs = columns, inner + columns
+        gate, up = _products(x_ref, slot // top_k, is_live, matrix, program.expert, outputs)
+        mask = jnp.broadcast_to(is_live[:, None], gate.shape)
+        hidden = activation(gate, up).astype(hidden_ref.dtype)
+        store(hidden_ref.at[slot[:, None], columns[None, :]], hidden, mask=mask)
+
+    pl.when(program.is_expert)(lambda: program.for_each_tile(body))
+
+
+def specjax_experts_out(
+    hidden_ref: Any,
+    weights_ref: Any,
+    matrix: _Matrix,
+    groups: tuple[Any, ...],
+    out_ref: Any,
+    *,
+    tiles: ExpertTiles,
+) -> None:
+    """Kernel body: weighted outputs for the slots of a group, zeros for those without an expert."""
+    top_k, _, size = out_ref.shape
+    program = _Program(groups, matrix.values.shape[0], hidden_ref.shape[0], tiles)
+    columns = program.columns(_divisor(tiles.width, size))
+
+    def write(slot: Array, is_live: Array, values: Array) -> None:
+        place = (slot % top_k)[:, None], (slot // top_k)[:, None], columns[None, :]
+        mask = jnp.broadcast_to(is_live[:, None], values.shape)
+        store(out_ref.at[place], values.astype(out_ref.dtype), mask=mask)
+
+    def body(slot: Array, is_live: Array) -> None:
+        (sums,) = _products(hidden_ref, slot, is_live, matrix, program.expert, (columns,))
+        write(slot, is_live, sums * load(weights_ref.at[slot], mask=is_live, other=0.0)[:, None])
+
+    zeros = jnp.zeros((tiles.height, len(columns)), jnp.float32)
+    pl.when(program.is_expert)(lambda: program.for_each_tile(body))
+    pl.when(~program.is_expert)(lambda: program.for_each_tile(partial(write, values=zeros)))
+
+
+def _check(
+    x: Array, experts: Array, weights: Array, matrix_in: _Matrix, matrix_out: _Matrix
+) -> None:
+    """Raise ValueError if shapes do not fit, or if the kernels do not support a size."""
+    (num_rows, size), (num_experts, num_outputs, _) = x.shape, matrix_in.values.shape
+    if experts.shape != weights.shape or experts.shape[0] != num_rows:
+        raise ValueError(
+            f"experts {experts.shape} and weights {weights.shape} must be [R, k]; x is {x.shape}"
+        )
+    if size % 16 or num_outputs % 32:
+        sizes = f"D={size} and I={num_outputs / 2:g}"
+        raise ValueError(f"{sizes} of w_in {matrix_in.values.shape} must be multiples of 16")
+    shapes = (num_experts, num_outputs, size), (num_experts, size, num_outputs // 2)
+    for name, matrix, shape in zip(("in", "out"), (matrix_in, matrix_out), shapes, strict=True):
+        values, scales, biases = matrix
+        if values.shape != shape:
+            raise ValueError(f"w_{name} {values.shape} must be {shape}; x is {x.shape}")
+        if values.dtype.itemsize == 1 and 2**31 <= values.size <= 2**32:
+            # JAX uses 32-bit offsets up to 2**32 bytes, and Triton reads them as signed numbers
+            raise ValueError(f"w_{name} has {values.size} values of 8 bits; the limit is 2**31 - 1")
+        if biases is not None and biases.shape != shape[:2]:
+            raise ValueError(f"the biases {biases.shape} of w_{name} must be {shape[:2]}")
+        counts = 1, pl.cdiv(shape[2], matrix.group_size)
+        if scales is not None and scales.shape not in {(*shape[:2], count) for count in counts}:
+            raise ValueError(
+                f"the scales {scales.shape} of w_{name} must be {(*shape[:2], 'G')}, each for all "
+                f"inputs or for a power of two of them"
+            )
+        if matrix.group_size < 16:
+            raise ValueError(
+                f"the scales {scales.shape} of w_{name} {shape} are for {matrix.group_size} inputs "
+                f"each; the least is 16"
+            )
+
+
+def grouped_experts(
+    x: Array,
+    experts: Array,
+    weights: Array,
+    w_in: Array,
+    w_out: Array,
+    *,
+    activation: Activation,
+    scales: tuple[Array, Array] | None = None,
+    biases: tuple[Array, Array] | None = None,
+    implementation: str | None = None,
+    tiles: ExpertTiles | None = None,
+) -> Array:
+    """Weighted outputs of the experts that each row chose, as partial sums.
+
+    Args:
+        x: ``[R, D]``. D and I must be multiples of 16.
+        experts: i32 ``[R, k]``; -1, and any other number outside ``[0, E)``, chooses none.
+        weights: f32 ``[R, k]``, by which outputs are multiplied.
+        w_in: ``[E, 2 I, D]``, the rows of gate before those of up. Values are cast to the dtype of
+            ``x``, also those of 8 bits.
+        w_out: ``[E, D, I]``.
+        activation: maps gate and up, f32 of equal shape, to f32. It must be hashable.
+        scales: of ``w_in`` and ``w_out``, ``[E, outputs, G]``. A scale is for all inputs if G is 1,
+            and otherwise for 2^n inputs, of which the last group may have fewer.
+        biases: of ``w_in`` and ``w_out``, ``[E, 2 I]`` and ``[E, D]``. The weights multiply the
+            latter too.
+        tiles: launch shape of the Pallas kernels; ``None`` chooses one.
+
+    Returns:
+        ``[k, R, D]``: added in ascending order, they are the output of the mixture. Entries of no
+        expert are zeros. The dtype is float32 up to 512 rows and in invariant implementations, and
+        that of ``x`` otherwise.
+
+    Raises:
+        ValueError: for shapes that do not fit, and sizes that the kernels do not support.
+    """
+    is_narrow = len(x) > MAX_FLOAT32_ROWS and implementation not in INVARIANT
+    dtype = x.dtype if is_narrow else jnp.dtype(jnp.float32)
+    implementation = resolve(implementation)
+    leaves = (w_in, w_out), scales or (None, None), biases or (None, None)
+    matrix_in, matrix_out = (_Matrix(*matrix) for matrix in zip(*leaves, strict=True))
+    _check(x, experts, weights, matrix_in, matrix_out)
+    (num_rows, size), (num_slots, top_k) = x.shape, (experts.size, experts.shape[1])
+    num_experts, _, inner = w_out.shape
+    if implementation == "xla" or num_slots == 0:
+        return _reference(x, experts, weights, (matrix_in, matrix_out), activation, dtype)
+    tiles = ExpertTiles.choose(num_rows, top_k, num_experts) if tiles is None else tiles
+    groups: tuple[Array, ...] = (experts.reshape(-1),)
+    num_groups = num_slots
+    if num_slots * MAX_SLOT_SHARE > num_experts:
+        num_groups = num_experts + 1  # slots without an expert are the last group
+        chunk = min(MAX_CHUNK, max(16, power_of_two(num_slots)))
+        groups = triton_call(
+            partial(specjax_group_rows, num_experts=num_experts, chunk=chunk),
+            grid=(num_groups + 1,),
+            out_shape=tuple(
+                jax.ShapeDtypeStruct((length,), jnp.int32) for length in (num_slots, num_groups + 1)
+            ),
+            num_warps=4,
+            implementation=implementation,
+        )(*groups)
+
+    def launch(
+        body: Any, inputs: tuple[Array, ...], matrix: _Matrix, out: Any, width: int, num_sums: int
+    ) -> Array:
+        width = _divisor(width, out.shape[-1])
+        num_tiles, lanes = out.shape[-1] // width, tiles.lanes
+        # of a loop step: rows, and outputs of each sum
+        step_bytes = num_sums * width * matrix.values.dtype.itemsize
+        step_bytes += tiles.height * x.dtype.itemsize
+        step_bytes *= matrix.depth(x.dtype.itemsize)
+        return triton_call(
+            partial(body, tiles=tiles),
+            grid=(num_groups, num_tiles) if lanes == 1 else (num_tiles * lanes, num_groups),
+            out_shape=out,
+            num_warps=tiles.num_warps,
+            num_stages=max(1, min(tiles.max_stages, SHARED_BYTES // step_bytes)),
+            implementation=implementation,
+        )(*inputs, matrix, groups)
+
+    hidden = jax.ShapeDtypeStruct((num_slots, inner), x.dtype)
+    out = jax.ShapeDtypeStruct((top_k, num_rows, size), dtype)
+    experts_in = partial(specjax_experts_in, activation=activation)
+    slots = launch(experts_in, (x,), matrix_in, hidden, tiles.inner_width, 2)
+    inputs = slots, weights.reshape(-1)
+    return launch(specjax_experts_out, inputs, matrix_out, out, tiles.width, 1)

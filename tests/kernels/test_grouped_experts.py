@@ -1,0 +1,262 @@
+"""Experts of mixtures, compared with a loop over rows; rows of a batch, compared with one alone."""
+
+from functools import cache, partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from specjax.kernels.grouped_experts import ExpertTiles, grouped_experts
+
+from ..support.lowering import TRITON_CALL, lower_for_cuda
+from .runs import DEVICE, INTERPRET, RUNS, run_jitted
+
+
+def swiglu(gate, up):
+    return gate / (1 + jnp.exp(-gate)) * up
+
+
+def clamped(gate, up):
+    gate, up = jnp.minimum(gate, 1.5), jnp.clip(up, -1.5, 1.5)
+    return (up + 1) * gate / (1 + jnp.exp(-1.7 * gate))
+
+
+class Case(NamedTuple):
+    """Sizes, and what the experts have in addition to values in the dtype of x."""
+
+    rows: int
+    top_k: int
+    experts: int
+    hidden: int
+    inner: int
+    scales: str = "none"  # "channel", or "groups" of 128 inputs, of 8-bit floats
+    routing: str = "random"  # "one" expert for all rows; "padded": the last two rows choose none
+    has_biases: bool = False
+
+
+CASES = [
+    Case(40, 2, 8, 96, 160, routing="padded"),
+    Case(1, 2, 8, 96, 32),
+    Case(2, 3, 32, 48, 96, routing="padded"),
+    Case(40, 3, 6, 128, 48, has_biases=True),
+    Case(37, 1, 8, 64, 32, routing="one"),
+    Case(5, 2, 6, 160, 96, "channel"),
+    Case(1, 2, 16, 288, 144, "groups", has_biases=True),
+    Case(20, 2, 8, 288, 144, "groups", routing="padded"),
+    Case(300, 4, 8, 96, 80),
+]
+
+
+class Arrays(NamedTuple):
+    x: np.ndarray
+    experts: np.ndarray
+    weights: np.ndarray
+    w_in: np.ndarray
+    w_out: np.ndarray
+    scales: tuple[np.ndarray, np.ndarray] | None
+    biases: tuple[np.ndarray, np.ndarray] | None
+
+
+def draw(case: Case, dtype: str = "float32") -> Arrays:
+    rng = np.random.default_rng(sum(case[:5]))
+    shapes = (case.experts, 2 * case.inner, case.hidden), (case.experts, case.hidden, case.inner)
+    matrices = [rng.standard_normal(shape) / shape[2] ** 0.5 for shape in shapes]
+    scales = biases = None
+    if case.scales != "none":
+        groups = [1 if case.scales == "channel" else -(-shape[2] // 128) for shape in shapes]
+        scales = tuple(
+            rng.uniform(0.5, 2, (*shape[:2], count)).astype(np.float32)
+            for shape, count in zip(shapes, groups, strict=True)
+        )
+    if case.has_biases:
+        biases = tuple(rng.standard_normal(shape[:2]).astype(np.float32) for shape in shapes)
+    stored = dtype if scales is None else "float8_e4m3fn"
+    w_in, w_out = (np.asarray(jnp.asarray(matrix, stored)) for matrix in matrices)
+    order = np.argsort(rng.random((case.rows, case.experts)), axis=1)
+    experts = order[:, : case.top_k].astype(np.int32)
+    if case.routing == "one":
+        experts[:] = 3
+    x = rng.standard_normal((case.rows, case.hidden))
+    if case.routing == "padded":
+        experts[-2:], x[-2:] = -1, np.nan  # must not reach a result
+    x = np.asarray(jnp.asarray(x, dtype))
+    weights = rng.random(experts.shape).astype(np.float32)
+    return Arrays(x, experts, weights, w_in, w_out, scales, biases)
+
+
+def brute_force(arrays: Arrays, activation) -> np.ndarray:
+    """A loop over rows and their choices in float64; hidden values have the dtype of x."""
+    x, experts, weights, *matrices, scales, biases = arrays
+    wide = [matrix.astype(np.float64) for matrix in matrices]
+    for i, values in enumerate(scales or ()):
+        size = 128 if values.shape[2] > 1 else wide[i].shape[2]
+        wide[i] *= np.repeat(values, size, axis=2)[..., : wide[i].shape[2]]
+    zeros = np.zeros((1, 1))
+    bias_in, bias_out = biases or (np.broadcast_to(zeros, wide[0].shape[:2]), zeros.repeat(99, 0))
+    out = np.zeros((experts.shape[1], *x.shape))
+    for row, choice in np.argwhere(experts >= 0):
+        expert = experts[row, choice]
+        gate, up = np.split(wide[0][expert] @ x[row].astype(np.float64) + bias_in[expert], 2)
+        hidden = np.asarray(activation(gate, up)).astype(x.dtype).astype(np.float64)
+        out[choice, row] = weights[row, choice] * (wide[1][expert] @ hidden + bias_out[expert])
+    return out
+
+
+@cache
+def call_of(structure, activation, tiles):
+    """``grouped_experts`` of flattened arrays: the same object for equal arguments."""
+
+    def call(*leaves, implementation):
+        *inputs, scales, biases = jax.tree.unflatten(structure, leaves)
+        options = {"scales": scales, "biases": biases, "tiles": tiles}
+        how = {"activation": activation, "implementation": implementation}
+        return grouped_experts(*inputs, **options, **how)
+
+    return call
+
+
+def compute(arrays: Arrays, run, activation=swiglu, tiles=None) -> np.ndarray:
+    leaves, structure = jax.tree.flatten(tuple(arrays))
+    return run_jitted(call_of(structure, activation, tiles), run, *leaves)
+
+
+def rows_of(arrays: Arrays, rows) -> Arrays:
+    return arrays._replace(
+        x=arrays.x[rows], experts=arrays.experts[rows], weights=arrays.weights[rows]
+    )
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("activation", [swiglu, clamped])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_equals_a_loop_over_rows(case, activation, run):
+    arrays = draw(case)
+    out = compute(arrays, run, activation)
+    assert out.dtype == np.float32
+    np.testing.assert_allclose(out, brute_force(arrays, activation), rtol=1e-5, atol=1e-5)
+    assert not out.transpose(1, 0, 2)[arrays.experts < 0].any()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("case", [CASES[0], CASES[7]], ids=str)
+def test_bfloat16(case, run):
+    arrays = draw(case, "bfloat16")
+    expected = brute_force(arrays, swiglu)
+    # an input of the second product that is rounded to the other neighbour
+    np.testing.assert_allclose(compute(arrays, run), expected, rtol=0, atol=2e-3)
+
+
+@pytest.mark.parametrize("run", RUNS[1:])
+@pytest.mark.parametrize("rows", [slice(7, 8), slice(20, 23), slice(21, 38)], ids=str)
+@pytest.mark.parametrize("scales", ["none", "channel", "groups"])
+def test_a_row_has_the_same_bits_in_any_batch(scales, rows, run):
+    """The slots of one row are a group each; those of more rows are grouped by expert."""
+    arrays = draw(Case(40, 2, 8, 160, 32, scales, "padded"), "bfloat16")
+    batch = compute(arrays, run)
+    alone = compute(rows_of(arrays, rows), run)
+    assert alone.any(axis=2).all()
+    np.testing.assert_array_equal(alone, batch[:, rows])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("run", RUNS[1:])
+@pytest.mark.parametrize("lanes", [3, 1])
+def test_tiles_of_many_rows(lanes, run):
+    """An expert has several tiles, or none; its programs take turns."""
+    arrays = draw(Case(150, 1, 2, 96, 80))
+    arrays.experts[:] = np.where(np.arange(150) % 5 == 0, 0, 1)[:, None]
+    tiles = ExpertTiles(32, 32, 32, lanes, 4, 3)
+    out = compute(arrays, run, tiles=tiles)
+    np.testing.assert_allclose(out, brute_force(arrays, swiglu), rtol=1e-5, atol=1e-5)
+
+
+def test_many_rows_have_sums_of_their_dtype_except_in_deterministic_inference():
+    spec = jax.ShapeDtypeStruct
+
+    def dtype_of(rows, implementation):
+        shapes = ((rows, 32), "bfloat16"), ((rows, 2), "int32"), ((rows, 2), "float32")
+        matrices = ((4, 64, 32), "bfloat16"), ((4, 32, 32), "bfloat16")
+        call = partial(grouped_experts, activation=swiglu, implementation=implementation)
+        return jax.eval_shape(call, *(spec(*each) for each in (*shapes, *matrices))).dtype
+
+    assert dtype_of(512, "xla") == jnp.float32
+    assert dtype_of(513, "xla") == dtype_of(513, "interpret") == jnp.bfloat16
+    assert dtype_of(513, "invariant-interpret") == jnp.float32
+
+
+# experts, choices, D and I
+QWEN3, GPT_OSS = (128, 8, 2048, 768), (32, 4, 2880, 2880)
+
+
+@pytest.mark.parametrize(
+    ("rows", "shape", "scales", "has_biases"),
+    [
+        (8, QWEN3, "none", False),
+        (1, QWEN3, "none", False),
+        (512, QWEN3, "none", False),
+        (8192, QWEN3, "none", False),
+        (1, QWEN3, "channel", False),
+        (32, QWEN3, "groups", False),
+        (8192, QWEN3, "groups", False),
+        (2, GPT_OSS, "none", True),
+        (64, GPT_OSS, "none", True),
+        (2048, GPT_OSS, "groups", True),
+    ],
+)
+def test_lowers_for_cuda(rows, shape, scales, has_biases):
+    num, top_k, size, inner = shape
+    spec = jax.ShapeDtypeStruct
+    dtype = jnp.bfloat16 if scales == "none" else jnp.float8_e4m3fn
+    shapes = (num, 2 * inner, size), (num, size, inner)
+    options = {}
+    if scales != "none":
+        groups = (1 if scales == "channel" else -(-s[2] // 128) for s in shapes)
+        options["scales"] = tuple(
+            spec((*s[:2], count), jnp.float32) for s, count in zip(shapes, groups, strict=True)
+        )
+    if has_biases:
+        options["biases"] = tuple(spec(s[:2], jnp.bfloat16) for s in shapes)
+    choices = (rows, top_k)
+    text = lower_for_cuda(
+        lambda arrays, options: grouped_experts(*arrays, activation=swiglu, **DEVICE, **options),
+        (
+            spec((rows, size), jnp.bfloat16),
+            spec(choices, jnp.int32),
+            spec(choices, jnp.float32),
+            *(spec(s, dtype) for s in shapes),
+        ),
+        options,
+    )
+    names = ["experts_in", "experts_out"] + ["group_rows"] * (4 * rows * top_k > num)
+    assert text.count(f"custom_call @{TRITON_CALL}") == len(names)
+    assert all(f"specjax_{name}" in text for name in names)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"experts": np.zeros((40, 3), np.int32)}, r"\(40, 3\) and weights \(40, 2\)"),
+        ({"w_in": np.zeros((8, 320, 64), np.float32)}, r"w_in \(8, 320, 64\) must be"),
+        ({"w_out": np.zeros((8, 96, 80), np.float32)}, r"w_out .* must be \(8, 96, 160\)"),
+        ({"w_in": np.zeros((8, 300, 96), np.float32)}, "I=150 .* multiples of 16"),
+        ({"scales": (np.ones((8, 320, 1)), np.ones((8, 96, 7)))}, r"scales \(8, 96, 7\) of w_out"),
+        ({"biases": (np.ones((8, 320)), np.ones((8, 160)))}, r"biases \(8, 160\) of w_out"),
+    ],
+)
+def test_bad_shapes_are_refused(change, message):
+    arrays = draw(CASES[0])._replace(**change)
+    with pytest.raises(ValueError, match=message):
+        compute(arrays, INTERPRET)
+
+
+def test_offsets_beyond_31_bits_are_refused():
+    spec, shape = jax.ShapeDtypeStruct, (64, 8192, 4096)
+    shapes = ((1, 4096), "float32"), ((1, 2), "int32"), ((1, 2), "float32")
+    matrices = (shape, "float8_e4m3fn"), ((64, 4096, 4096), "float8_e4m3fn")
+    with pytest.raises(ValueError, match=r"2147483648 values .* 2\*\*31"):
+        jax.eval_shape(
+            partial(grouped_experts, activation=swiglu),
+            *(spec(*each) for each in (*shapes, *matrices)),
+        )
