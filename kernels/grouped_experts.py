@@ -31,6 +31,8 @@ from specjax.kernels.backend import (
 )
 
 Activation = Callable[[Array, Array], Array]
+Body = Callable[[Array, Array], None]  # takes slots i32 [height], and whether each is live
+Loop = Callable[[Body], None]
 
 MIN_HEIGHT, MAX_HEIGHT = 16, 128  # rows per tile; tensor cores need 16
 MAX_DEPTH_BYTES = 256  # of a row of inputs per loop step
@@ -139,30 +141,27 @@ def specjax_group_rows(
 ) -> None:
     """Kernel body: program e lists the slots that chose expert e, in ascending order.
 
-    Program E lists the slots without an expert. Program E + 1 only writes the end of the list.
+    Program E lists the slots without an expert, which are the last.
     """
     number, num_slots = pl.program_id(0), experts_ref.shape[0]
     lane = jnp.arange(chunk, dtype=jnp.int32)
 
-    def read(i: Array) -> tuple[Array, Array, Array]:
-        slot = i * chunk + lane
+    def group_of(slot: Array) -> Array:
         inside = slot < num_slots
         expert = load(experts_ref.at[slot], mask=inside, other=0)
         is_expert = (expert >= 0) & (expert < num_experts)
-        group = jnp.where(is_expert, expert, num_experts)
-        is_before, is_own = (inside & test for test in (group < number, group == number))
-        return slot, is_before.astype(jnp.int32), is_own.astype(jnp.int32)
+        return jnp.where(inside, jnp.where(is_expert, expert, num_experts), num_experts + 1)
 
     def count(i: Array, total: Array) -> Array:
-        return total + jnp.sum(read(i)[1])
+        return total + jnp.sum((group_of(i * chunk + lane) < number).astype(jnp.int32))
 
     def write(i: Array, start: Array) -> Array:
-        slot, _, is_own = read(i)
-        place = start + jnp.cumsum(is_own) - 1
-        # lanes without a slot have indices after the list, so no index occurs twice
-        place = jnp.where(is_own > 0, place, num_slots + lane)
-        store(slots_ref.at[place], slot, mask=is_own > 0)
-        return start + jnp.sum(is_own)
+        slot = i * chunk + lane
+        is_own = group_of(slot) == number
+        place = start + jnp.cumsum(is_own.astype(jnp.int32)) - 1
+        # other lanes have indices after the list, so no index occurs twice
+        store(slots_ref.at[jnp.where(is_own, place, num_slots + lane)], slot, mask=is_own)
+        return start + jnp.sum(is_own.astype(jnp.int32))
 
     num_chunks = pl.cdiv(num_slots, chunk)
     start = jax.lax.fori_loop(0, num_chunks, count, jnp.int32(0))
@@ -170,51 +169,45 @@ def specjax_group_rows(
     jax.lax.fori_loop(0, num_chunks, write, start)
 
 
-class _Program:
-    """The expert, columns and slots of one program.
+def _program(
+    groups: tuple[Any, ...], num_experts: int, num_slots: int, width: int, tiles: ExpertTiles
+) -> tuple[Array, Array, Loop, Loop]:
+    """The expert and columns of this program, and loops over slots with and without an expert.
 
-    Groups are the experts of all slots if each slot is a group, and otherwise the slots by group,
-    with the first index of each group. The number of an expert is outside ``[0, E)`` for a group of
-    slots without an expert.
+    ``groups`` are the lists of ``specjax_group_rows``, or only the experts of all slots, each of
+    which is then a group. A loop calls ``body(slot, is_live)`` for tiles, both ``[height]``. Slots
+    that are not live are numbered after the last one. They are neither read nor written.
     """
+    group, column, lane, lanes = pl.program_id(0), pl.program_id(1), jnp.int32(0), tiles.lanes
+    if lanes > 1:
+        # the lanes of a group, which share weights, run at the same time
+        group, column, lane = column, group // lanes, group % lanes
+    offset = jnp.arange(tiles.height, dtype=jnp.int32)
 
-    def __init__(
-        self, groups: tuple[Any, ...], num_experts: int, num_slots: int, tiles: ExpertTiles
-    ):
-        first, second = pl.program_id(0), pl.program_id(1)
-        if tiles.lanes == 1:
-            self.group, self.column, self.lane = first, second, jnp.int32(0)
-        else:
-            # the lanes of a group, which share weights, run at the same time
-            self.group, self.column, self.lane = second, first // tiles.lanes, first % tiles.lanes
-        self.groups, self.num_slots, self.tiles = groups, num_slots, tiles
-        self.expert = self.group if len(groups) == 2 else groups[0][self.group]
-        self.is_expert = (self.expert >= 0) & (self.expert < num_experts)
-
-    def columns(self, width: int) -> Array:
-        return self.column * width + jnp.arange(width, dtype=jnp.int32)
-
-    def for_each_tile(self, body: Callable[[Array, Array], None]) -> None:
-        """Call ``body(slot, is_live)``, both ``[height]``, for tiles of the group's slots.
-
-        Slots that are not live are numbered after the last one. They are neither read nor written.
-        """
-        tiles, offset = self.tiles, jnp.arange(self.tiles.height, dtype=jnp.int32)
-        if len(self.groups) == 1:
-            is_live = offset == 0
-            body(jnp.where(is_live, self.group, self.num_slots + offset), is_live)
-            return
-        slots_ref, starts_ref = self.groups
-        start, end = starts_ref[self.group], starts_ref[self.group + 1]
-
+    def loop(start: Array, end: Any, lane: Array, lanes: int, body: Body) -> None:
         def step(i: Array, _: None) -> None:
-            place = start + (i * tiles.lanes + self.lane) * tiles.height + offset
-            is_live = place < end
-            slot = load(slots_ref.at[place], mask=is_live, other=0)
-            body(jnp.where(is_live, slot, self.num_slots + offset), is_live)
+            slot = start + (i * lanes + lane) * tiles.height + offset
+            is_live = slot < end
+            if len(groups) > 1:
+                slot = load(groups[0].at[slot], mask=is_live, other=0)
+            body(jnp.where(is_live, slot, num_slots + offset), is_live)
 
         num_tiles = pl.cdiv(end - start, tiles.height)
-        jax.lax.fori_loop(0, pl.cdiv(num_tiles - self.lane, tiles.lanes), step, None)
+        jax.lax.fori_loop(0, pl.cdiv(num_tiles - lane, lanes), step, None)
+
+    columns = column * width + jnp.arange(width, dtype=jnp.int32)
+    if len(groups) == 1:
+        expert = groups[0][group]
+        end = group + ((expert >= 0) & (expert < num_experts)).astype(jnp.int32)
+        spans: Any = (group, end, lane, 1), (end, group + 1, lane, 1)
+    else:
+        expert, starts = group, groups[1]
+        spans = (
+            (starts[group], starts[group + 1], lane, lanes),
+            # all programs of these columns take turns
+            (starts[num_experts], num_slots, group * lanes + lane, num_experts * lanes),
+        )
+    return expert, columns, partial(loop, *spans[0]), partial(loop, *spans[1])
 
 
 def _products(
@@ -268,18 +261,18 @@ def specjax_experts_in(
     Slots without an expert are not written, and nothing reads them.
     """
     num_slots, inner = hidden_ref.shape
-    top_k = num_slots // x_ref.shape[0]
-    program = _Program(groups, matrix.values.shape[0], num_slots, tiles)
-    columns = program.columns(_divisor(tiles.inner_width, inner))
+    top_k, num_experts = num_slots // x_ref.shape[0], matrix.values.shape[0]
+    width = _divisor(tiles.inner_width, inner)
+    expert, columns, with_expert, _ = _program(groups, num_experts, num_slots, width, tiles)
 
     def body(slot: Array, is_live: Array) -> None:
         outputs = columns, inner + columns
-        gate, up = _products(x_ref, slot // top_k, is_live, matrix, program.expert, outputs)
+        gate, up = _products(x_ref, slot // top_k, is_live, matrix, expert, outputs)
         mask = jnp.broadcast_to(is_live[:, None], gate.shape)
         hidden = activation(gate, up).astype(hidden_ref.dtype)
         store(hidden_ref.at[slot[:, None], columns[None, :]], hidden, mask=mask)
 
-    pl.when(program.is_expert)(lambda: program.for_each_tile(body))
+    with_expert(body)
 
 
 def specjax_experts_out(
@@ -292,9 +285,11 @@ def specjax_experts_out(
     tiles: ExpertTiles,
 ) -> None:
     """Kernel body: weighted outputs for the slots of a group, zeros for those without an expert."""
-    top_k, _, size = out_ref.shape
-    program = _Program(groups, matrix.values.shape[0], hidden_ref.shape[0], tiles)
-    columns = program.columns(_divisor(tiles.width, size))
+    (top_k, _, size), num_slots = out_ref.shape, hidden_ref.shape[0]
+    width = _divisor(tiles.width, size)
+    expert, columns, with_expert, without_expert = _program(
+        groups, matrix.values.shape[0], num_slots, width, tiles
+    )
 
     def write(slot: Array, is_live: Array, values: Array) -> None:
         place = (slot % top_k)[:, None], (slot // top_k)[:, None], columns[None, :]
@@ -302,29 +297,25 @@ def specjax_experts_out(
         store(out_ref.at[place], values.astype(out_ref.dtype), mask=mask)
 
     def body(slot: Array, is_live: Array) -> None:
-        (sums,) = _products(hidden_ref, slot, is_live, matrix, program.expert, (columns,))
+        (sums,) = _products(hidden_ref, slot, is_live, matrix, expert, (columns,))
         write(slot, is_live, sums * load(weights_ref.at[slot], mask=is_live, other=0.0)[:, None])
 
-    zeros = jnp.zeros((tiles.height, len(columns)), jnp.float32)
-    pl.when(program.is_expert)(lambda: program.for_each_tile(body))
-    pl.when(~program.is_expert)(lambda: program.for_each_tile(partial(write, values=zeros)))
+    with_expert(body)
+    without_expert(partial(write, values=jnp.zeros((tiles.height, width), jnp.float32)))
 
 
-def _check(
-    x: Array, experts: Array, weights: Array, matrix_in: _Matrix, matrix_out: _Matrix
-) -> None:
+def _check(x: Array, experts: Array, weights: Array, *matrices: _Matrix) -> None:
     """Raise ValueError if shapes do not fit, or if the kernels do not support a size."""
-    (num_rows, size), (num_experts, num_outputs, _) = x.shape, matrix_in.values.shape
+    (num_rows, size), (num_experts, num_outputs, _) = x.shape, matrices[0].values.shape
     if experts.shape != weights.shape or experts.shape[0] != num_rows:
         raise ValueError(
             f"experts {experts.shape} and weights {weights.shape} must be [R, k]; x is {x.shape}"
         )
     if size % 16 or num_outputs % 32:
-        sizes = f"D={size} and I={num_outputs / 2:g}"
-        raise ValueError(f"{sizes} of w_in {matrix_in.values.shape} must be multiples of 16")
+        raise ValueError(f"D={size} and I={num_outputs / 2:g} must be multiples of 16")
     shapes = (num_experts, num_outputs, size), (num_experts, size, num_outputs // 2)
-    for name, matrix, shape in zip(("in", "out"), (matrix_in, matrix_out), shapes, strict=True):
-        values, scales, biases = matrix
+    for name, shape, matrix in zip(("in", "out"), shapes, matrices, strict=True):
+        (values, scales, biases), group = matrix, matrix.group_size
         if values.shape != shape:
             raise ValueError(f"w_{name} {values.shape} must be {shape}; x is {x.shape}")
         if values.dtype.itemsize == 1 and 2**31 <= values.size <= 2**32:
@@ -332,16 +323,13 @@ def _check(
             raise ValueError(f"w_{name} has {values.size} values of 8 bits; the limit is 2**31 - 1")
         if biases is not None and biases.shape != shape[:2]:
             raise ValueError(f"the biases {biases.shape} of w_{name} must be {shape[:2]}")
-        counts = 1, pl.cdiv(shape[2], matrix.group_size)
-        if scales is not None and scales.shape not in {(*shape[:2], count) for count in counts}:
+        counts = {1, pl.cdiv(shape[2], group)}
+        if scales is not None and (
+            scales.shape not in {(*shape[:2], count) for count in counts} or group < 16
+        ):
             raise ValueError(
                 f"the scales {scales.shape} of w_{name} must be {(*shape[:2], 'G')}, each for all "
-                f"inputs or for a power of two of them"
-            )
-        if matrix.group_size < 16:
-            raise ValueError(
-                f"the scales {scales.shape} of w_{name} {shape} are for {matrix.group_size} inputs "
-                f"each; the least is 16"
+                f"inputs or for 2^n of them, at least 16"
             )
 
 
@@ -396,25 +384,24 @@ def grouped_experts(
     groups: tuple[Array, ...] = (experts.reshape(-1),)
     num_groups = num_slots
     if num_slots * MAX_SLOT_SHARE > num_experts:
-        num_groups = num_experts + 1  # slots without an expert are the last group
+        num_groups = num_experts
+        lengths = num_slots, num_experts + 1
         chunk = min(MAX_CHUNK, max(16, power_of_two(num_slots)))
         groups = triton_call(
             partial(specjax_group_rows, num_experts=num_experts, chunk=chunk),
-            grid=(num_groups + 1,),
-            out_shape=tuple(
-                jax.ShapeDtypeStruct((length,), jnp.int32) for length in (num_slots, num_groups + 1)
-            ),
+            grid=(num_experts + 1,),
+            out_shape=tuple(jax.ShapeDtypeStruct((length,), jnp.int32) for length in lengths),
             num_warps=4,
             implementation=implementation,
         )(*groups)
 
     def launch(
-        body: Any, inputs: tuple[Array, ...], matrix: _Matrix, out: Any, width: int, num_sums: int
+        body: Any, inputs: tuple[Array, ...], matrix: _Matrix, out: Any, width: int
     ) -> Array:
         width = _divisor(width, out.shape[-1])
         num_tiles, lanes = out.shape[-1] // width, tiles.lanes
-        # of a loop step: rows, and outputs of each sum
-        step_bytes = num_sums * width * matrix.values.dtype.itemsize
+        # bytes per loop step: rows, and columns of the matrix, of which gate and up are two
+        step_bytes = matrix.values.shape[1] // num_tiles * matrix.values.dtype.itemsize
         step_bytes += tiles.height * x.dtype.itemsize
         step_bytes *= matrix.depth(x.dtype.itemsize)
         return triton_call(
@@ -426,9 +413,8 @@ def grouped_experts(
             implementation=implementation,
         )(*inputs, matrix, groups)
 
-    hidden = jax.ShapeDtypeStruct((num_slots, inner), x.dtype)
+    out = jax.ShapeDtypeStruct((num_slots, inner), x.dtype)
+    body = partial(specjax_experts_in, activation=activation)
+    hidden = launch(body, (x,), matrix_in, out, tiles.inner_width)
     out = jax.ShapeDtypeStruct((top_k, num_rows, size), dtype)
-    experts_in = partial(specjax_experts_in, activation=activation)
-    slots = launch(experts_in, (x,), matrix_in, hidden, tiles.inner_width, 2)
-    inputs = slots, weights.reshape(-1)
-    return launch(specjax_experts_out, inputs, matrix_out, out, tiles.width, 1)
+    return launch(specjax_experts_out, (hidden, weights.reshape(-1)), matrix_out, out, tiles.width)
