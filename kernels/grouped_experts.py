@@ -41,7 +41,7 @@ MAX_LANES = 16
 # Slots are grouped if this many times their number exceeds E.
 MAX_SLOT_SHARE = 4
 MAX_CHUNK = 1024  # slots that a program groups at a time
-# From here on, a matrix of partial sums in float32 costs more time than the sums.
+# Above it, partial sums have the dtype of x: they are k times as large as the rows.
 MAX_FLOAT32_ROWS = 512
 
 

@@ -2,13 +2,15 @@
 
     specjax bench kernels --output kernels.jsonl    # the small kernels
     specjax bench attention                         # paged attention, compared with a copy
+    specjax bench experts                           # experts of mixtures, with random routing
     specjax bench kernels --smoke                   # tiny sizes, also on a CPU
 
 Each program calls a kernel many times in one dispatch, and every call needs the result of the
 previous call. The metric is microseconds per call, as the median over repeats, minus those of the
 same program without the kernel. Data that fits the GPU's L2 cache is read from the cache, as in a
 round that has just written it. Attention reads its keys and values from memory: its pages are
-shuffled over a larger pool. Every page size is first compared with the float32 reference.
+shuffled over a larger pool. Experts are those of several layers, of which a row counts the bytes of
+the distinct ones that are chosen. Both are first compared with a float32 reference.
 """
 
 import json
@@ -16,6 +18,7 @@ import statistics
 import time
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,13 +26,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from specjax.kernels.accept_tree import SlotRows, accept_tree, compact_tree
+from specjax.kernels.grouped_experts import grouped_experts
 from specjax.kernels.kv_rows import move_kv
 from specjax.kernels.paged import PagedInputs
 from specjax.kernels.tree_attention import tree_attention
 
 from bench import common
 
-# maximum error of attention in bfloat16: max|a - b| / max|b|
+# maximum error of attention and experts in bfloat16: max|a - b| / max|b|
 BOUND = 2e-2
 # pairs of width A and rows T
 TREES = ((2, 2), (6, 6), (4, 8), (8, 32), (16, 64))
@@ -43,6 +47,10 @@ ATTENTION = {"pages": (1, 16, 64), "calls": 20, "layers": 3}
 ATTENTION |= {"B": 32, "T": 4, "context": 4096, "N": 32, "KV": 8, "H": 128}
 ATTENTION_SMOKE = {"pages": (16, 64), "calls": 2, "layers": 2}
 ATTENTION_SMOKE |= {"B": 2, "T": 4, "context": 64, "N": 4, "KV": 2, "H": 16}
+# experts, choices, hidden and inner size: layers of Qwen3-30B-A3B and gpt-oss-20b
+EXPERTS = {"shapes": ((128, 8, 2048, 768), (32, 4, 2880, 2880)), "layers": 6}
+EXPERTS |= {"rows": (1, 2, 8, 32, 128, 512, 2048, 8192)}
+EXPERTS_SMOKE = {"shapes": ((4, 2, 64, 32),), "layers": 1, "rows": (1,)}
 COLUMNS = (
     ("kernel", "kernel", ""),
     ("sizes", "size_text", ""),
@@ -51,6 +59,7 @@ COLUMNS = (
     ("pallas µs", "pallas", ".1f"),
     ("xla / pallas", "speed_up", ".2f"),
     ("pallas GB/s", "gb_s", ".0f"),
+    ("TFLOP/s", "tflop_s", ".1f"),
     ("of a copy", "ratio", ".2f"),
 )
 Arrays = tuple[jax.Array, ...]
@@ -71,6 +80,7 @@ class Case(NamedTuple):
     implementations: tuple[str, ...] = ("xla", "pallas", "none")
     error: float | None = None  # difference from the reference
     timing: tuple[int, int, int] = (32, 10, 9)  # calls per dispatch, dispatches per repeat, repeats
+    num_operations: int = 0  # additions and multiplications per call
 
 
 def _link(state: jax.Array, out: jax.Array) -> jax.Array:
@@ -166,17 +176,91 @@ def _attention(grid: dict[str, Any], page_size: int) -> Case:
     wide = PagedInputs(pool[1:2].astype(jnp.float32), 0, ints[0], page_size)
     exact = tree_attention(q.astype(jnp.float32), wide, ints[1], None, implementation="xla")
     got = jax.jit(lambda q, *fixed: step(q, fixed, 1, _runnable("pallas"))[0])(q, pool, *ints)
-    error = float(jnp.max(jnp.abs(got.astype(jnp.float32) - exact)) / jnp.max(jnp.abs(exact)))
-    if not error <= BOUND:
-        raise ValueError(
-            f"page size {page_size}: the kernel's result differs from the reference by "
-            f"{error:.1e}, more than {BOUND:.1e}"
-        )
+    error = _error(f"page size {page_size}", got, exact)
     # keys and values of all contexts in bfloat16
     num_bytes = 2 * 2 * batch * context * kv_heads * dim
     sizes = {"page": page_size} | sizes
     timing = (grid["calls"], 3, 7)
     return Case(sizes, q, (pool, *ints), step, num_bytes, ("pallas",), error, timing)
+
+
+def _swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
+    return jax.nn.silu(gate) * up
+
+
+def _experts(grid: dict[str, Any], shape: tuple[int, ...], dtype: str) -> Iterator[Case]:
+    """Make the cases of one mixture; each row chooses experts at random in every layer."""
+    (num_experts, top_k, hidden, inner), rng = shape, np.random.default_rng(0)
+    shapes = (num_experts, 2 * inner, hidden), (num_experts, hidden, inner)
+    is_scaled = dtype != "bfloat16"
+
+    @partial(jax.jit, static_argnums=1)
+    def draw(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        values = jax.random.normal(key, shape, jnp.bfloat16)
+        return (values * (1 if is_scaled else shape[2] ** -0.5)).astype(dtype)
+
+    layers = []
+    for layer in range(grid["layers"]):
+        keys = jax.random.split(jax.random.key(layer))
+        groups = ((*s[:2], -(-s[2] // 128)) for s in shapes)
+        scales = tuple(jnp.full(g, s[2] ** -0.5) for g, s in zip(groups, shapes, strict=True))
+        matrices = map(draw, keys, shapes)
+        layers.append((*matrices, scales if is_scaled else None))
+    num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(layers[0])) // num_experts
+
+    def step(x: jax.Array, constants: Any, call: int, implementation: str) -> Any:
+        layers, choices, weights = constants
+        if implementation == "none":
+            return _link(x, weights), None
+        w_in, w_out, scales = layers[call % len(layers)]
+        out = grouped_experts(
+            *(x, choices[call % len(layers)], weights, w_in, w_out),
+            activation=_swiglu,
+            scales=scales,
+            implementation=implementation,
+        )
+        zeros = jnp.maximum(jnp.minimum(out[0, :, :1], 0), 0)
+        return x + zeros.astype(x.dtype), out
+
+    for rows in grid["rows"]:
+        x = jax.random.normal(jax.random.key(rows), (rows, hidden), jnp.bfloat16)
+        ids = [np.argsort(rng.random((rows, num_experts)), axis=1)[:, :top_k] for _ in layers]
+        distinct = round(statistics.fmean(len(np.unique(chosen)) for chosen in ids))
+        weights = jnp.full((rows, top_k), 1 / top_k, jnp.float32)
+        constants = layers, [jnp.asarray(chosen, jnp.int32) for chosen in ids], weights
+
+        def sums(count: int, implementation: str, x: Any = x, constants: Any = constants) -> Any:
+            layers, choices, weights = constants
+            inputs = layers, [chosen[:count] for chosen in choices], weights[:count]
+            run = jax.jit(step, static_argnums=(2, 3))
+            return run(x[:count], inputs, 0, implementation)[1][:, :64]
+
+        exact = sums(min(rows, 64), "xla")
+        error = _error(f"{rows} rows", sums(rows, _runnable("pallas")), exact)
+        sizes = {"R": rows, "E": num_experts, "k": top_k, "D": hidden, "I": inner}
+        sizes |= {"bits": 8 if is_scaled else 16, "distinct": distinct}
+        yield Case(
+            sizes,
+            x,
+            constants,
+            step,
+            distinct * num_bytes,
+            ("pallas", "none"),
+            error,
+            (4 * grid["layers"], 3, 7),
+            2 * 3 * rows * top_k * hidden * inner,
+        )
+
+
+def _error(name: str, got: jax.Array, exact: jax.Array) -> float:
+    """Return max|a - b| / max|b|, or refuse a kernel that differs from the reference."""
+    error = float(jnp.max(jnp.abs(got.astype(jnp.float32) - exact)) / jnp.max(jnp.abs(exact)))
+    if not error <= BOUND:
+        raise ValueError(
+            f"{name}: the kernel's result differs from the reference by {error:.1e}, more than "
+            f"{BOUND:.1e}"
+        )
+    return error
 
 
 def _runnable(implementation: str) -> str:
@@ -223,6 +307,7 @@ def _measure(kernel: str, case: Case, *, is_smoke: bool) -> dict[str, Any]:
         "baseline_microseconds": empty,
         "bytes": case.num_bytes,
         "bytes_per_second": case.num_bytes / spent["pallas"] * 1e6,
+        "operations": case.num_operations,
     }
 
 
@@ -231,6 +316,13 @@ def _cases(name: str, *, is_smoke: bool) -> Iterator[tuple[str, Case]]:
         sizes: dict[str, Any] = ATTENTION_SMOKE if is_smoke else ATTENTION
         for page_size in sizes["pages"]:
             yield "attention", _attention(sizes, page_size)
+        return
+    if name == "experts":
+        sizes = EXPERTS_SMOKE if is_smoke else EXPERTS
+        for shape in sizes["shapes"]:
+            for dtype in ("bfloat16", "float8_e4m3fn"):
+                for case in _experts(sizes, shape, dtype):
+                    yield "experts", case
         return
     grid: dict[str, Any] = SMOKE if is_smoke else SERVING
     for make in (_accept_tree, _compact_tree, _move_kv):
@@ -256,6 +348,7 @@ def main(name: str, argv: Sequence[str]) -> int:
         spent, speed = row["microseconds"], row["bytes_per_second"]
         row |= {"size_text": " ".join(f"{axis}={size}" for axis, size in case.sizes.items())}
         row |= spent | {"gb_s": speed / 1e9, "ratio": speed / bandwidth}
+        row |= {"tflop_s": row["operations"] / spent["pallas"] / 1e6 or None}
         rows.append(row | ({"speed_up": spent["xla"] / spent["pallas"]} if "xla" in spent else {}))
     print(f"µs per call, {rows[0]['device_kind']}, jax {jax.__version__}")
     print(common.table_of(COLUMNS, rows))

@@ -24,7 +24,8 @@ API_KEY, ADMIN_API_KEY = "SPECJAX_API_KEY", "SPECJAX_ADMIN_API_KEY"
 SECONDS_PER_DAY = 86400.0
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 # benchmark -> its module in scripts/bench
-NAMES = {"acceptance": "acceptance", "adaptive": "compare", "attention": "kernels"}
+NAMES = {"acceptance": "acceptance", "adaptive": "compare"}
+NAMES |= {"attention": "kernels", "experts": "kernels"}
 NAMES |= {name: name for name in ("compare", "kernels", "round", "serving")}
 
 
@@ -204,7 +205,7 @@ def add_bench_parser(commands: Any) -> None:
         choices=NAMES,
         metavar="NAME",
         help="acceptance (accept length by kind of prompt), adaptive and compare (decoding "
-        "methods), attention and kernels (XLA and Pallas), round (one round), or serving "
+        "methods), attention, experts and kernels (Pallas), round (one round), or serving "
         "(throughput and latency under load)",
     )
     parser.add_argument("options", nargs=argparse.REMAINDER, metavar="...", help="options of NAME")

@@ -67,13 +67,19 @@ def test_round(files: Files, output: Path, capsys: pytest.CaptureFixture[str]) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["kernels", "attention"])
+@pytest.mark.parametrize("name", ["kernels", "attention", "experts"])
 def test_kernels(name: str, output: Path) -> None:
     assert run_bench(name, f"--smoke --output {output}") == 0
     rows = rows_of(output)
     if name == "kernels":
         assert [row["kernel"] for row in rows] == ["accept_tree", "compact_tree", "move_kv"]
         assert all(set(row["microseconds"]) == {"xla", "pallas"} for row in rows)
+        return
+    if name == "experts":
+        assert [row["sizes"]["distinct"] for row in rows] == [2, 2]
+        # of an expert: three matrices of 64 by 32, and a float32 scale of each output
+        assert [row["bytes"] for row in rows] == [2 * 2 * 6144, 2 * (6144 + 4 * 128)]
+        assert all(0 < row["error"] < 2e-2 for row in rows)
         return
     assert [row["sizes"]["page"] for row in rows] == [16, 64]
     for row in rows:
