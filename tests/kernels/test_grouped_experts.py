@@ -192,6 +192,42 @@ def test_many_rows_have_sums_of_their_dtype_except_in_deterministic_inference():
 QWEN3, GPT_OSS = (128, 8, 2048, 768), (32, 4, 2880, 2880)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("scales", ["none", "groups"])
+@pytest.mark.parametrize("shape", [QWEN3, GPT_OSS], ids=str)
+def test_bits_of_real_layers_do_not_depend_on_the_number_of_rows(shape, scales):
+    """Rows select the form of groups and the height of tiles, from 16 to 128."""
+    num, top_k, size, inner = shape
+    shapes, keys = ((num, 2 * inner, size), (num, size, inner)), jax.random.split(jax.random.key(0))
+    matrices = [jax.random.normal(k, s, "bfloat16") for k, s in zip(keys, shapes, strict=True)]
+    options = {}
+    if scales == "groups":
+        matrices = [matrix.astype("float8_e4m3fn") for matrix in matrices]
+        options["scales"] = tuple(
+            jax.random.uniform(k, (*s[:2], -(-s[2] // 128)), minval=0.5) / s[2] ** 0.5
+            for k, s in zip(keys, shapes, strict=True)
+        )
+    else:
+        matrices = [matrix * matrix.shape[2] ** -0.5 for matrix in matrices]
+    rng, most = np.random.default_rng(0), 3000
+    chosen = np.argsort(rng.random((most, num)), axis=1)[:, :top_k].astype(np.int32)
+    weights = rng.random((most, top_k)).astype(np.float32)
+    x = jax.random.normal(keys[0], (most, size), "bfloat16")
+    call = partial(grouped_experts, activation=swiglu)
+    run = jax.jit(call, static_argnames="implementation")
+
+    def result(rows, implementation="invariant"):
+        inputs = x[rows], chosen[rows], weights[rows], *matrices
+        return run(*inputs, **options, implementation=implementation)
+
+    expected = result(slice(0, most))
+    for count in (1, 2, 3, 17, 40, 130, 300, 700, 1500):
+        rows = slice(most - count - count % 5, most - count % 5)
+        assert bool((result(rows) == expected[:, rows]).all()), count
+    exact, rows = result(slice(0, 32), "xla"), slice(0, 32)
+    assert float(jnp.abs(expected[:, rows] - exact).max() / jnp.abs(exact).max()) < 2e-2
+
+
 @pytest.mark.parametrize(
     ("rows", "shape", "scales", "has_biases"),
     [
