@@ -247,19 +247,12 @@ def _products(
     return sums
 
 
-def specjax_experts_in(
-    x_ref: Any,
-    matrix: _Matrix,
-    groups: tuple[Any, ...],
-    hidden_ref: Any,
-    *,
-    tiles: ExpertTiles,
-    activation: Activation,
-) -> None:
+def specjax_experts_in(*refs: Any, tiles: ExpertTiles, activation: Activation) -> None:
     """Kernel body: activations of gate and up for the slots of a group, in some inner columns.
 
     Slots without an expert are not written, and nothing reads them.
     """
+    x_ref, matrix, groups, hidden_ref = refs
     num_slots, inner = hidden_ref.shape
     top_k, num_experts = num_slots // x_ref.shape[0], matrix.values.shape[0]
     width = _divisor(tiles.inner_width, inner)
@@ -275,16 +268,9 @@ def specjax_experts_in(
     with_expert(body)
 
 
-def specjax_experts_out(
-    hidden_ref: Any,
-    weights_ref: Any,
-    matrix: _Matrix,
-    groups: tuple[Any, ...],
-    out_ref: Any,
-    *,
-    tiles: ExpertTiles,
-) -> None:
+def specjax_experts_out(*refs: Any, tiles: ExpertTiles) -> None:
     """Kernel body: weighted outputs for the slots of a group, zeros for those without an expert."""
+    hidden_ref, weights_ref, matrix, groups, out_ref = refs
     (top_k, _, size), num_slots = out_ref.shape, hidden_ref.shape[0]
     width = _divisor(tiles.width, size)
     expert, columns, with_expert, without_expert = _program(
@@ -382,9 +368,9 @@ def grouped_experts(
         return _reference(x, experts, weights, (matrix_in, matrix_out), activation, dtype)
     tiles = ExpertTiles.choose(num_rows, top_k, num_experts) if tiles is None else tiles
     groups: tuple[Array, ...] = (experts.reshape(-1),)
-    num_groups = num_slots
-    if num_slots * MAX_SLOT_SHARE > num_experts:
-        num_groups = num_experts
+    is_grouped = num_slots * MAX_SLOT_SHARE > num_experts
+    num_groups = num_experts if is_grouped else num_slots
+    if is_grouped:
         lengths = num_slots, num_experts + 1
         chunk = min(MAX_CHUNK, max(16, power_of_two(num_slots)))
         groups = triton_call(
