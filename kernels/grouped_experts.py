@@ -37,7 +37,7 @@ Loop = Callable[[Body], None]
 MIN_HEIGHT, MAX_HEIGHT = 16, 128  # rows per tile; tensor cores need 16
 MAX_DEPTH_BYTES = 256  # of a row of inputs per loop step
 SHARED_BYTES = 192 * 1024  # of shared memory for loads in flight
-MAX_LANES = 16
+MAX_LANES = 16  # programs that share the tiles of an expert
 # Slots are grouped if this many times their number exceeds E.
 MAX_SLOT_SHARE = 4
 MAX_CHUNK = 1024  # slots that a program groups at a time
@@ -165,8 +165,8 @@ def specjax_group_rows(
 
     num_chunks = pl.cdiv(num_slots, chunk)
     start = jax.lax.fori_loop(0, num_chunks, count, jnp.int32(0))
-    starts_ref[number] = start
     jax.lax.fori_loop(0, num_chunks, write, start)
+    starts_ref[number] = start
 
 
 def _program(
