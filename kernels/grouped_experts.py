@@ -222,26 +222,27 @@ def _products(
     depth = matrix.depth(x_ref.dtype.itemsize)
     mask = jnp.broadcast_to(is_live[:, None], (len(rows), depth))
 
-    def scaled(sums: Array, columns: Array, group: Array | int) -> Array:
-        return sums * matrix.scales[expert, columns, group].astype(jnp.float32)[None]
+    def scale_of(columns: Array, group: Array | int) -> Array:
+        return matrix.scales[expert, columns, group].astype(jnp.float32)[None]
 
     def step(i: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
         inputs = i * depth + jnp.arange(depth, dtype=jnp.int32)
         lhs = load(x_ref.at[rows[:, None], inputs[None, :]], mask=mask, other=0.0)
         totals = []
         for total, columns in zip(sums, outputs, strict=True):
+            # scales are read before the product, which hides their latency
+            is_scaled = matrix.num_groups > 1
+            scale = scale_of(columns, i * depth // matrix.group_size) if is_scaled else None
             rhs = matrix.values[expert, columns[:, None], inputs[None, :]].astype(lhs.dtype)
             product = row_dot(lhs, rhs, transpose=True)
-            if matrix.num_groups > 1:
-                product = scaled(product, columns, i * depth // matrix.group_size)
-            totals.append(total + product)
+            totals.append(total + (product if scale is None else product * scale))
         return tuple(totals)
 
     zeros = jnp.zeros((len(rows), len(outputs[0])), jnp.float32)
     sums = list(jax.lax.fori_loop(0, x_ref.shape[1] // depth, step, (zeros,) * len(outputs)))
     for i, columns in enumerate(outputs):
         if matrix.scales is not None and matrix.num_groups == 1:
-            sums[i] = scaled(sums[i], columns, 0)
+            sums[i] *= scale_of(columns, 0)
         if matrix.biases is not None:
             sums[i] += matrix.biases[expert, columns].astype(jnp.float32)[None]
     return sums
