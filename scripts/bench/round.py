@@ -235,13 +235,13 @@ def engine_ms(
 
 
 def make_prompts(engine: Engine, lengths: list[int], rng: np.random.Generator) -> list[list[int]]:
-    """Make prompts of these lengths: text if the weights are real, else random tokens."""
+    """Make different prompts of these lengths: text if the weights are real, else random tokens."""
     if engine.tokenizer is None:
         vocab_size = engine.target.config.vocab_size
         return [rng.integers(100, vocab_size, size=n).tolist() for n in lengths]
     rows = common.read_lines(common.PROMPTS)
     tokens = [token for row in rows for token in common.tokens_of(row, engine.tokenizer)]
-    starts = rng.integers(len(tokens), size=len(lengths))
+    starts = rng.choice(len(tokens), len(lengths), replace=False)
     return [
         np.resize(np.roll(tokens, -at), n).tolist() for at, n in zip(starts, lengths, strict=True)
     ]

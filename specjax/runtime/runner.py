@@ -175,24 +175,19 @@ class ModelRunner:
         self._empty_state = self.networks.placement.zeros(self.abstract_state)
         self.on_device = self._empty_state()
 
-    def reset_rows(
-        self, seq_lens: np.ndarray | None = None, remaining: np.ndarray | None = None
-    ) -> None:
-        """Reset the rows that rounds start from, without compiling anything.
+    def reset_rows(self) -> None:
+        """Set the rows that rounds start from to zero, without compiling anything."""
+        shapes = self.abstract_state.future
+        zeros = jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), shapes)
+        self.on_device = replace(self.on_device, future=self.networks.placement.put(zeros))
 
-        For measurements, ``seq_lens`` and ``remaining`` i32 ``[R]`` set the number of tokens that
-        each slot has in the pool and may still produce. All slots then have different last tokens,
-        and the other rows stay as they are.
+    def set_rows(self, **rows: Any) -> None:
+        """Replace fields of the rows that rounds start from, for measurements; compiles nothing.
+
+        ``rows`` are arrays on the device, such as ``seq_lens`` i32 ``[R]``; the next call of a
+        compiled function donates them.
         """
-        put = self.networks.placement.put
-        if seq_lens is None or remaining is None:
-            shapes = self.abstract_state.future
-            future = put(jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), shapes))
-        else:  # the other rows have up to some MB, and do not affect the time of a round
-            last = np.arange(len(seq_lens), dtype=np.int32) % self.networks.target_config.vocab_size
-            rows = {"seq_lens": seq_lens, "remaining": remaining, "bonus_tokens": last}
-            future = replace(self.on_device.future, **put(rows))
-        self.on_device = replace(self.on_device, future=future)
+        self.on_device = replace(self.on_device, future=replace(self.on_device.future, **rows))
 
     def reset(self) -> None:
         """Set pools and rows to zero, so that no KV from old weights is left; compiles nothing.
@@ -235,11 +230,15 @@ class ModelRunner:
         self.tables.set_sampling(slot, params, **options)
         is_read = needs_history(params) or self.config.algorithm.needs_history
         if is_read and len(cached_ids) > 0:
-            history = np.zeros(self.config.context, np.int32)
-            history[: len(cached_ids)] = cached_ids
-            arguments = self.networks.placement.put((np.int32(slot), history))
-            future = self.compiled["record_cached",](self.on_device.future, *arguments)
-            self.on_device = replace(self.on_device, future=future)
+            self.record_text(slot, cached_ids)
+
+    def record_text(self, slot: int, token_ids: Sequence[int] | np.ndarray) -> None:
+        """Replace the history of a slot by tokens that are not prefilled."""
+        history = np.zeros(self.config.context, np.int32)
+        history[: len(token_ids)] = token_ids
+        arguments = self.networks.placement.put((np.int32(slot), history))
+        future = self.compiled["record_cached",](self.on_device.future, *arguments)
+        self.on_device = replace(self.on_device, future=future)
 
     def set_pages(self, slot: int, pages: Sequence[int], start: int = 0, pool: int = 0) -> None:
         """Write a slot's page table of a pool from entry ``start`` on; later entries become 0."""

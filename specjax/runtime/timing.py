@@ -2,6 +2,8 @@
 
 import logging
 import time
+from collections.abc import Iterator
+from itertools import cycle, islice
 from typing import Any
 
 import jax
@@ -21,6 +23,7 @@ Times = dict[tuple[DraftShape, int], list[float]]  # by tier and batch bucket, a
 ROUND_SECONDS = "round_seconds"
 # round times are medians over stretches of this many dispatches: 3 s for six buckets (8B, H200)
 STRETCHES, DISPATCHES = 2, 3
+PERIOD = 64  # tokens after which a measured text repeats: more than a round drafts
 GREEDY = SamplingParams(temperature=0.0)
 
 
@@ -53,13 +56,18 @@ def measure_round_seconds(runner: ModelRunner, contexts: Contexts) -> Times:
     as in serving. A figure is the median of several stretches. The measurements take turns stretch
     by stretch, so a temporary slowdown of the device affects all of them. At the longer context,
     only the largest bucket that fits is measured: reading KV takes time in proportion to the batch.
-    Rows are greedy with different last tokens, and KV is zero or left over: values of KV do not
-    affect the time. Only the contents of pages change.
+    Rows are greedy, and KV is zero or left over. Each dispatch starts from random tokens, different
+    ones in all rows and dispatches: with zero KV, the rows would soon repeat the same tokens, for
+    which a mixture reads few experts. Texts are periodic, so that NGRAM finds drafts. All tokens
+    are uploaded before a stretch. Only the contents of pages change.
     """
     config = runner.config
+    (short, long), buckets = contexts, config.batch_buckets
+    vocab_size = runner.networks.target_config.vocab_size
+    tokens = cycle(np.random.default_rng(0).permutation(vocab_size))
     for slot in range(1, config.num_slots):
         runner.set_slot(slot, GREEDY, seed=0)
-    (short, long), buckets = contexts, config.batch_buckets
+        runner.record_text(slot, np.resize(_draw(tokens, PERIOD), min(1 + long, config.context)))
     held = config.num_pages * config.page_size // long  # requests of this length in the pool
     most = max((batch for batch in buckets if 1 < batch <= held), default=buckets[-1])
     points = [(pair, short) for pair in config.rounds]
@@ -67,11 +75,12 @@ def measure_round_seconds(runner: ModelRunner, contexts: Contexts) -> Times:
     times: dict[Any, list[float]] = {point: [] for point in points}
     before, last, read = None, None, 0.0
     for stretch in range(1 + STRETCHES):
+        # the first dispatch of a function loads it and captures its CUDA graph
+        count = DISPATCHES if stretch else 1
         for pair, context in points:
-            slots, count = _place(runner, *pair, context)
-            # the first dispatch of a function loads it and captures its CUDA graph
-            count = count if stretch else 1
-            for number in range(count):
+            slots, starts = _place(runner, pair[1], context, count, tokens)
+            for number, rows in enumerate(starts):
+                runner.set_rows(**rows)
                 following = runner.round(slots, pair[0])
                 if last is not None:
                     last.read()
@@ -81,7 +90,7 @@ def measure_round_seconds(runner: ModelRunner, contexts: Contexts) -> Times:
                     read = now
                 # the last result of a stretch is read after the next batch is placed, which may
                 # take the host longer than a round
-                is_counted = stretch and (number < count - 1 or count == 1)
+                is_counted = stretch and number < count - 1
                 before, last = (pair, context) if is_counted else None, following
     runner.reset_rows()
     for slot in range(1, config.num_slots):
@@ -96,19 +105,32 @@ def measure_round_seconds(runner: ModelRunner, contexts: Contexts) -> Times:
     }
 
 
-def _place(runner: ModelRunner, tier: DraftShape, bucket: int, context: int) -> tuple[range, int]:
-    """Give a batch ``context`` tokens per request, or as many as fit; return its slots.
+def _draw(tokens: Iterator[int], count: int) -> np.ndarray:
+    return np.fromiter(islice(tokens, count), np.int32, count)
 
-    Also return the number of dispatches that its pages have room for, up to ``DISPATCHES``.
+
+def _place(
+    runner: ModelRunner, bucket: int, context: int, count: int, tokens: Iterator[int]
+) -> tuple[range, list[dict[str, jax.Array]]]:
+    """Give pages to a batch; return its slots, and the rows that ``count`` dispatches start from.
+
+    A request has ``context`` tokens, or as many as fit, and one less in each dispatch than in the
+    one before it: rounds write into the history after the text, which must stay periodic.
     """
     config = runner.config
     slots = range(1, min(bucket, config.num_slots - 1) + 1)
     pages = min(config.pages_per_request, (config.num_pages - 1) // len(slots))
-    room, advance = pages * config.page_size, config.kv_writes.after(config.rounds_per_dispatch)
-    filled = max(1, min(context, room - (DISPATCHES + 1) * advance))
-    lens, remaining = np.zeros((2, config.num_slots), np.int32)
+    room = pages * config.page_size - config.kv_writes.after(config.rounds_per_dispatch)
+    is_used = np.zeros(config.num_slots, np.int32)
     for slot in slots:
-        lens[slot], remaining[slot] = filled, UNLIMITED
+        is_used[slot] = 1
         runner.set_measured_pages(slot, pages)
-    runner.reset_rows(lens, remaining)
-    return slots, max(1, min(DISPATCHES, (room - filled) // advance - 1))
+    starts = [
+        {
+            "seq_lens": is_used * max(1, min(context, room) - number),
+            "remaining": is_used * UNLIMITED,
+            "bonus_tokens": _draw(tokens, config.num_slots),
+        }
+        for number in range(count)
+    ]
+    return slots, runner.networks.placement.put(starts)
