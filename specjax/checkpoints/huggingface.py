@@ -397,11 +397,13 @@ def _mask_token(head: _Head) -> int | None:
 def _feature_layers(head: _Head) -> tuple[int, ...]:
     """Read the target layers whose outputs are the auxiliary hidden states.
 
-    In ``eagle_config`` the ids are layer indices. At the top level (speculators) they count hidden
-    states, of which 0 is the embedding, so id ``k`` is the output of layer ``k - 1``.
+    In ``eagle_config`` the ids are layer indices, unless the largest is the number of layers. Then
+    they count hidden states, as at the top level (speculators). Of these, 0 is the embedding, so id
+    ``k`` is the output of layer ``k - 1``.
     """
     if ids := head.eagle.get(_LAYER_IDS, list[int], []):
-        layers, where = tuple(ids), f"eagle_config.{_LAYER_IDS}={ids}"
+        first = int(max(ids) == head.target.num_layers)
+        layers, where = tuple(i - first for i in ids), f"eagle_config.{_LAYER_IDS}={ids}"
     elif ids := head.body.get(_LAYER_IDS, list[int], []):
         layers, where = tuple(i - 1 for i in ids), f"{_LAYER_IDS}={ids}"
     else:

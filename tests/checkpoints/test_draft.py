@@ -163,7 +163,10 @@ def test_rope_override_and_longer_context(tmp_path: Path) -> None:
     [
         ({}, 3, (0, 1, 2)),
         (of_layers([1, 3, 9]), 12, (1, 3, 9)),
-        # at the top level the ids count hidden states, and 0 is the embedding
+        # with the number of layers among them, the ids count hidden states: 0 is the embedding
+        (of_layers([24, 30, 36]), 36, (23, 29, 35)),
+        (of_layers([24, 30, 35]), 36, (24, 30, 35)),
+        # at the top level they always do
         ({"eagle_config": ..., "eagle_aux_hidden_state_layer_ids": [2, 6, 9]}, 12, (1, 5, 8)),
         ({"eagle_config": ...}, 12, (1, 5, 8)),
         ({"eagle_config": {"use_aux_hidden_state": True}}, 36, (1, 17, 32)),
@@ -385,7 +388,8 @@ def test_eagle1(tmp_path: Path, bias: bool | None) -> None:
         ({"target_hidden_size": 64}, {}, "the head has target_hidden_size=64, .* has 32"),
         ({}, {"hidden_size": 64}, r"'fc\.weight'.*\(32, 96\).*make 192 inputs"),
         (of_layers([0, 1]), {}, r"'fc\.weight'.*\(32, 96\).*make 64 inputs"),
-        (of_layers([0, 1, 3]), {}, r"\[0, 1, 3\] must be layers of the target, which has 3"),
+        (of_layers([0, 1, 4]), {}, r"\[0, 1, 4\] must be layers of the target, which has 3"),
+        (of_layers([0, 2, 3]), {}, r"\[0, 2, 3\] must be layers of the target, which has 3"),
         ({"eagle_config": ...}, {}, r"the default for 3 layers, \(1, 0, -1\)"),
         ({"eagle_config": {"use_aux_hidden_state": False}}, {"num_hidden_layers": 9}, "use_aux"),
         ({"draft_vocab_size": 70}, {}, r"draft_vocab_size=70 must be.*61"),
