@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 from specjax.kernels.accept_tree import compact_tree
 from specjax.kernels.add_norm import add_norm
+from specjax.kernels.choose_experts import choose_experts
 from specjax.kernels.draw_tokens import draw_tokens
 from specjax.kernels.filter_logits import logit_thresholds
 from specjax.kernels.kv_rows import gather_rows, move_kv, scatter_rows
@@ -32,6 +33,8 @@ POOL: Spec = ((32, 4096, 2, 8, 128), BF16)
 PATHS: Spec = ((5, 6), I32)
 add = partial(add_norm, eps=1e-5)
 best = partial(token_logprobs, limit=20)
+experts = partial(choose_experts, top_k=8)
+grouped: dict[str, Any] = {"scoring": "sigmoid", "num_groups": 8, "top_groups": 4, "scale": 2.5}
 SCALE: Spec = ((128,), BF16)
 
 
@@ -87,6 +90,9 @@ def shapes(specs: tuple[Spec, ...]) -> list[jax.ShapeDtypeStruct]:
         (logit_thresholds, (((4, 49152), F32), ROWS, INTS, ROWS, ROWS), False),
         (logit_thresholds, (LOGITS, ROWS, INTS, ROWS, ROWS), False),
         (best, (LOGITS, INTS, ROWS, ROWS, INTS), False),
+        (experts, (((32, 128), F32),), False),
+        (partial(experts, is_normalised=False), (((1, 60), F32),), False),
+        (partial(experts, **grouped), (((512, 256), F32),), False),
         (add, (((32, 576), F32), ((32, 576), F32), ((576,), F32)), False),
         (add, (((32, 576), F32), ((8, 32, 576), F32), ((576,), F32)), False),
         (add, (((32, 4096), BF16), ((32, 4096), BF16), ((4096,), BF16)), False),
