@@ -298,8 +298,6 @@ def _check(x: Array, experts: Array, weights: Array, *matrices: _Matrix) -> None
         raise ValueError(
             f"experts {experts.shape} and weights {weights.shape} must be [R, k]; x is {x.shape}"
         )
-    if size % 16 or num_outputs % 32:
-        raise ValueError(f"D={size} and I={num_outputs / 2:g} must be multiples of 16")
     shapes = (num_experts, num_outputs, size), (num_experts, size, num_outputs // 2)
     for name, shape, matrix in zip(("in", "out"), shapes, matrices, strict=True):
         (values, scales, biases), group = matrix, matrix.group_size
@@ -336,7 +334,7 @@ def grouped_experts(
     """Weighted outputs of the experts that each row chose, as partial sums.
 
     Args:
-        x: ``[R, D]``. D and I must be multiples of 16.
+        x: ``[R, D]``.
         experts: i32 ``[R, k]``; -1, and any other number outside ``[0, E)``, chooses none.
         weights: f32 ``[R, k]``, by which outputs are multiplied.
         w_in: ``[E, 2 I, D]``, the rows of gate before those of up. Values are cast to the dtype of
@@ -355,9 +353,11 @@ def grouped_experts(
         that of ``x`` otherwise.
 
     Raises:
-        ValueError: for shapes that do not fit, and sizes that the kernels do not support.
+        ValueError: for shapes that do not fit, and in invariant implementations for a D or I that
+            is not a multiple of 16; with such sizes, XLA computes the others.
     """
-    is_narrow = len(x) > MAX_FLOAT32_ROWS and implementation not in INVARIANT
+    is_invariant = implementation in INVARIANT
+    is_narrow = len(x) > MAX_FLOAT32_ROWS and not is_invariant
     dtype = x.dtype if is_narrow else jnp.dtype(jnp.float32)
     implementation = resolve(implementation)
     leaves = (w_in, w_out), scales or (None, None), biases or (None, None)
@@ -365,7 +365,10 @@ def grouped_experts(
     _check(x, experts, weights, matrix_in, matrix_out)
     (num_rows, size), (num_slots, top_k) = x.shape, (experts.size, experts.shape[1])
     num_experts, _, inner = w_out.shape
-    if implementation == "xla" or num_slots == 0:
+    fits = size % 16 == inner % 16 == 0
+    if is_invariant and not fits:
+        raise ValueError(f"{size=} and {inner=} of experts must be multiples of 16")
+    if implementation == "xla" or num_slots == 0 or not fits:
         return _reference(x, experts, weights, (matrix_in, matrix_out), activation, dtype)
     tiles = ExpertTiles.choose(num_rows, top_k, num_experts) if tiles is None else tiles
     groups: tuple[Array, ...] = (experts.reshape(-1),)

@@ -115,11 +115,16 @@ class VerifyInput:
     confidences: Array | None = None
 
     @property
+    def is_node(self) -> Array:
+        """Bool ``[B, T]``, whether a row is the root or a proposed draft, not padding."""
+        index = jnp.arange(self.parents.shape[1], dtype=jnp.int32)
+        return index <= self.num_proposed[:, None]
+
+    @property
     def is_child(self) -> Array:
         """Bool ``[B, T, T]``, whether a node (last axis) is a proposed child of another one."""
         index = jnp.arange(self.parents.shape[1], dtype=jnp.int32)
-        is_real = (index <= self.num_proposed[:, None])[:, None, :]
-        return (self.parents[:, None, :] == index[:, None]) & is_real
+        return (self.parents[:, None, :] == index[:, None]) & self.is_node[:, None, :]
 
 
 @jax.tree_util.register_dataclass

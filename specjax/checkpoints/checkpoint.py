@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Generic, Self, TypeVar
 import numpy as np
 
 from specjax.checkpoints.quantization import quantised_source
+from specjax.checkpoints.stacks import unstacked
 from specjax.checkpoints.tensors import FLOATS, TensorSource, make_weight
 from specjax.compiling.pool import usable_cores
 from specjax.config import Quantization, TransformerConfig
@@ -76,7 +77,8 @@ class Checkpoint(Generic[C]):
 
     def source(self) -> TensorSource:
         """The tensors on disk, quantised if the configuration is and they are not."""
-        return quantised_source(self._open_source(), self.recipes, self.config.quantization)
+        source = unstacked(self._open_source(), self.recipes)
+        return quantised_source(source, self.recipes, self.config.quantization)
 
     def describe(self) -> str:
         """Summarize the resolved settings in one line."""

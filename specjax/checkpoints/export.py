@@ -42,8 +42,12 @@ _PUBLISHED = {
         *("hidden_size", "target_hidden_size", "intermediate_size", "head_dim", "vocab_size"),
         *("draft_vocab_size", "rms_norm_eps", "rope_theta", "rope_scaling", "norm_output"),
         *("max_position_embeddings", "norm_before_residual", "norm_before_fc", "mask_token_id"),
+        *("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"),
     )
 }
+
+# of mixtures of experts: they stay whole
+_ROUTERS = (r"re:.*\.(mlp|block_sparse_moe)\.(gate|shared_expert_gate|router\.layer)$",)
 
 
 def export_draft(
@@ -129,7 +133,7 @@ def export_fp8(
         "format": "float-quantized",
         "quantization_status": "compressed",
         "config_groups": {"group_0": scheme},
-        "ignore": ["lm_head", f"re:{re.escape(MTP_PREFIX)}.*"],
+        "ignore": ["lm_head", f"re:{re.escape(MTP_PREFIX)}.*", *_ROUTERS],
     }
     directory.mkdir(parents=True, exist_ok=True)
     for file in copied:
@@ -212,7 +216,7 @@ def _published_head(config: DraftConfig) -> dict[str, Any]:
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
         "hidden_act": config.activation,
-        **{name: values[ours] for name, ours in _PUBLISHED.items()},
+        **{name: values[ours] for name, ours in _PUBLISHED.items() if ours in values},
         "eagle_config": {
             "eagle_aux_hidden_state_layer_ids": list(config.feature_layers),
             "use_aux_hidden_state": True,

@@ -17,6 +17,7 @@ from specjax.checkpoints.tensors import TensorSource
 from specjax.config import Count, Epsilon, ModelConfig, Rope, RopeScaling
 from specjax.json_file import PositiveSize, Size
 from specjax.models.decoder import CausalLM
+from specjax.models.experts import MixtureConfig
 from specjax.models.family import Family
 from specjax.models.flat import recipes_of
 from specjax.models.registry import FAMILIES, family_of, layer_kinds, load_family, refusal
@@ -50,6 +51,10 @@ _NAMES = {
     "beta_slow": "rope.scaling.yarn_beta_slow",
     "mscale_all_dim": "rope.scaling.yarn_log_multiplier",
     "llama_4_scaling_beta": "attention.temperature_scale",
+    "num_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
+    "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
     **_FACTORS,
 }
 # the names that the gguf library's writer gives to keys of an architecture
@@ -57,7 +62,7 @@ _GROUPS = Keys.LLM, Keys.Attention, Keys.Rope
 _WRITTEN = {str(x).removeprefix("{arch}.") for group in _GROUPS for x in vars(group).values()}
 # these change no logits
 _HARMLESS = set(
-    "expert_used_count pooling_type rope.scaling.finetuned rope.scaling.original_context_length "
+    "pooling_type rope.scaling.finetuned rope.scaling.original_context_length "
     "tensor_data_layout vocab_size".split()
 )
 
@@ -90,8 +95,9 @@ def gguf_source(file: GGUFFile, config: ModelConfig) -> TensorSource:
     (arch,) = (number for number, name in MODEL_ARCH_NAMES.items() if name == stated.arch)
     map_name = get_tensor_name_map(arch, config.num_layers).get_name
     recipes = recipes_of(CausalLM, config)
-    names = (tensor.name for recipe in recipes.values() for tensor in recipe.parts)
-    named = {map_name(name, (".weight", ".bias")): name for name in names}
+    names = [tensor.name for recipe in recipes.values() for tensor in recipe.parts]
+    names += [x for recipe in recipes.values() for stack in recipe.stacks for x in stack]
+    named = {map_name(name, (".weight", ".bias")): name for name in reversed(names)}
     stored = {named[name]: name for name in file.tensors if name in named}
     if unknown := sorted(file.tensors.keys() - named.keys() - {_FREQUENCIES, *_FACTORS.values()}):
         name = unknown[0]
@@ -119,8 +125,8 @@ def gguf_config(file: GGUFFile, dtype: str) -> ModelConfig:
     name = _find_family(file)
     family = FAMILIES[name]
     keys = _read_keys(file, family)
-    if keys.get("expert_count", Size, 0):
-        raise ValueError(f"{file.path}: mixture-of-experts models are not supported")
+    if keys.get("expert_count", Size, 0) and not issubclass(family.config, MixtureConfig):
+        raise keys.wrong("num_experts", "is not supported by the model's family")
     if "token_embd.weight" not in file.tensors:
         raise ValueError(f"{file.path} has no tensor 'token_embd.weight'")
     keys.get("rms_norm_eps", Epsilon)  # required
@@ -170,7 +176,7 @@ def _find_family(file: GGUFFile) -> str:
         raise data.wrong("general.architecture", demand)
 
     def is_complete(name: str) -> bool:
-        return all(f"{arch}.{key}" in data for key in stated[name].needs)
+        return all(data.get(f"{arch}.{key}", Any, None) for key in stated[name].needs)
 
     name = next(filter(is_complete, reversed(named)), named[0])
     for key in stated[name].needs:

@@ -8,6 +8,7 @@ from typing import Any
 from specjax.checkpoints.block import DFLASH_SPECULATORS, DSPARK_SPECULATORS
 from specjax.checkpoints.export import published_target, write_zeros
 from specjax.config import BlockConfig, DraftConfig, ModelConfig, RopeScaling
+from specjax.models.experts import MixtureConfig
 
 _LLAMA31_8B: dict[str, Any] = {
     "vocab_size": 128256,
@@ -34,6 +35,20 @@ _QWEN3_8B: dict[str, Any] = _LLAMA31_8B | {
     "max_position_embeddings": 40960,
 }
 QWEN3_8B = ModelConfig(model_type="qwen3", num_layers=36, qk_norm=True, **_QWEN3_8B)
+_QWEN3_30B: dict[str, Any] = _QWEN3_8B | {
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_kv_heads": 4,
+}
+QWEN3_30B_A3B = MixtureConfig(
+    model_type="qwen3_moe",
+    num_layers=48,
+    qk_norm=True,
+    num_experts=128,
+    num_experts_per_tok=8,
+    moe_intermediate_size=768,
+    **_QWEN3_30B,
+)
 QWEN3_8B_DFLASH = BlockConfig(
     checkpoint_format=DFLASH_SPECULATORS,
     target_hidden_size=QWEN3_8B.hidden_size,
@@ -71,6 +86,7 @@ def _eagle3(model: ModelConfig, sizes: dict[str, Any]) -> DraftConfig:
 PRESETS: dict[str, tuple[ModelConfig, DraftConfig | BlockConfig]] = {
     "llama3.1-8b": (LLAMA31_8B, _eagle3(LLAMA31_8B, _LLAMA31_8B)),
     "qwen3-8b": (QWEN3_8B, _eagle3(QWEN3_8B, _QWEN3_8B)),
+    "qwen3-30b-a3b": (QWEN3_30B_A3B, _eagle3(QWEN3_30B_A3B, _QWEN3_30B)),
     "qwen3-8b-dflash-b16": (QWEN3_8B, QWEN3_8B_DFLASH),
     "qwen3-8b-dspark-b7": (QWEN3_8B, QWEN3_8B_DSPARK),
 }

@@ -242,6 +242,9 @@ class TargetCheckpoint(Checkpoint[ModelConfig]):
         """Whether a tensor is a copy of tied embeddings, or of an MTP module or of images."""
         is_head = name.removeprefix(_OUTPUT) in ("", *SUFFIXES)
         is_copy = self.config.tie_word_embeddings and is_head
+        start, count = self.config.num_layers, getattr(self.config, "num_nextn_predict_layers", 0)
+        modules = tuple(f"model.layers.{start + i}." for i in range(count))
+        is_copy |= name.startswith(modules)
         return is_copy or name.startswith(MTP_PREFIX) or OF_IMAGES.match(name) is not None
 
 

@@ -15,6 +15,7 @@ import numpy as np
 from specjax.checkpoints import open_target
 from specjax.checkpoints.checkpoint import Checkpoint
 from specjax.checkpoints.quantization import quantised_source
+from specjax.checkpoints.stacks import unstacked
 from specjax.checkpoints.tensors import FLOATS, cast, in_memory, make_weight
 from specjax.engine.plan import EnginePlan, open_drafts
 from specjax.models.declare import Recipe
@@ -128,10 +129,9 @@ def weights_from_tensors(
     weights = {name: tensors.pop(name) for name in abstract if name in tensors}
     tensors = {owner.canonical_name(name): tensors[name] for name in tensors}
     used_names = set[str]()
-    if format is not None:
-        source = in_memory(jax.tree.map(np.asarray, tensors), NAMED)
-        source = quantised_source(source, recipes, format, signed=True)
-        tensors = {name: source.read(name) for name in source.infos}
+    source = unstacked(in_memory(jax.tree.map(np.asarray, tensors), NAMED), recipes)
+    source = quantised_source(source, recipes, format, signed=True)
+    tensors = {name: source.read(name) for name in source.infos}
     for name, recipe in recipes.items():
         names = {x.name for x in recipe.parts}
         if not names.isdisjoint(tensors):

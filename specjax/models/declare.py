@@ -51,6 +51,10 @@ class Recipe:
     A transposed weight is ``[in, out]`` and consists of parts ``[out_i, in]``. Any other weight
     concatenates its parts unchanged on the first axis, and ``layout`` cuts the result if it belongs
     to a quantised matrix. ``dtype`` is the dtype of the weight.
+
+    Some files have other tensors instead of the parts, those of one entry of ``stacks``: a stack
+    ``[E, out, in]`` of each projection of E modules, or one of all projections of a module. The
+    parts are then in the order of the modules.
     """
 
     # not compared: layers of one kind must have equal structures, so that one trace serves all
@@ -58,6 +62,7 @@ class Recipe:
     transpose: bool = False
     dtype: str = "float32"
     layout: QuantLayout | None = None
+    stacks: tuple[tuple[str, ...], ...] = field(default=(), compare=False)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -88,6 +93,7 @@ def weight(
     mean: float = 0.0,
     stddev: float = 0.0,
     kind: type[nnx.Variable[Any]] = nnx.Param,
+    stacks: tuple[tuple[str, ...], ...] = (),
 ) -> Any:
     """Declare a weight: a variable with this shape and dtype, and no values.
 
@@ -98,10 +104,12 @@ def weight(
         mean: mean of random initial values.
         stddev: their standard deviation.
         kind: class of the variable.
+        stacks: other tensors that files may have, see :class:`Recipe`.
     """
     tensors = (Part(stored, shape),) if isinstance(stored, str) else stored
     metadata: dict[str, Any] = {"split": split, "mean": mean, "stddev": stddev}
-    return kind(jax.ShapeDtypeStruct(shape, dtype), recipe=Recipe(tensors), **metadata)
+    recipe = Recipe(tensors, stacks=stacks)
+    return kind(jax.ShapeDtypeStruct(shape, dtype), recipe=recipe, **metadata)
 
 
 class Cache(NamedTuple):
@@ -182,4 +190,6 @@ def _quantised(recipe: Recipe, leaf: str, dtype: str, layout: QuantLayout) -> Re
         name = tensor.name + {"scale": SCALE, "offset": OFFSET}[leaf]
         return replace(tensor, name=name, shape=(tensor.shape[0], layout.parts * layout.groups))
 
-    return Recipe(tuple(map(part_of, recipe.parts)), dtype=dtype, layout=layout)
+    stacks = recipe.stacks if leaf == "values" else ()
+    parts = tuple(map(part_of, recipe.parts))
+    return Recipe(parts, dtype=dtype, layout=layout, stacks=stacks)

@@ -46,6 +46,7 @@ class CausalLM(nnx.Module):
         kv: Any,
         attend: Attend | tuple[Attend, ...],
         feature_layers: tuple[int, ...] = (),
+        is_real: Array | None = None,
     ) -> tuple[Array, Array, Any]:
         """Return hidden states ``[B, T, D]`` after the final norm, features ``[B, T, F]`` and kv.
 
@@ -53,7 +54,8 @@ class CausalLM(nnx.Module):
         (a KV pool, a dense cache, or nothing), or both are tuples, with an entry for each pool. The
         features are the un-normed residual stream after each of ``feature_layers`` (EAGLE-3's
         auxiliary hidden states). If ``feature_layers`` is empty, the feature is the hidden state,
-        as in EAGLE-1/2.
+        as in EAGLE-1/2. Where ``is_real``, bool ``[B, T]``, is false, a token is padding, whose
+        results are not used; mixtures of experts then read no expert for it.
         """
         x = self.embedding(tokens)
         if self.config.embedding_scale != 1.0:
@@ -66,7 +68,7 @@ class CausalLM(nnx.Module):
         pools = [*kv] if attends is attend else [kv]
 
         def run(pool: int, structure: Any, weights: Any, *inputs: Any) -> Any:
-            return nnx.merge(structure, weights)(*inputs, attends[pool])
+            return nnx.merge(structure, weights)(*inputs, attends[pool], is_real=is_real)
 
         if resolve(self.implementation) != "xla":
             # kernels take the layer index as an operand, so one trace serves all layers. With 32

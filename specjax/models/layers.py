@@ -47,7 +47,7 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class LayerKind:
-    """Settings that may differ between decoder layers whose weights have the same shapes.
+    """Settings that may differ between decoder layers.
 
     ``pre_norm`` normalises the inputs of attention and feed-forward. ``post_norm`` normalises their
     outputs before they are added to the residual stream. The last fields say how files store the
@@ -173,11 +173,15 @@ class RMSNorm(nnx.Module):
         *,
         offset: float = 0.0,
         factor: float = 1.0,
+        rows: np.ndarray | None = None,
         split: str | None = None,
         implementation: str | None = None,
     ) -> None:
-        """``name`` is that of the stored scale without ``.weight``; ``factor`` multiplies it."""
-        tensor, dtype = Part(f"{name}.weight", (size,), factor=factor), config.dtypes.activations
+        """``name`` is that of the stored scale without ``.weight``; ``factor`` multiplies it.
+
+        ``rows`` is its order in the file, if that differs.
+        """
+        tensor, dtype = Part(f"{name}.weight", (size,), rows, factor), config.dtypes.activations
         self.scale = weight((tensor,), (size,), dtype, split=split, mean=1.0 - offset)
         self.eps, self.offset, self.implementation = config.rms_norm_eps, offset, implementation
 
@@ -310,8 +314,12 @@ class Attention(nnx.Module):
         self.output = kind.linear(q_size, at, Part("o_proj", (size,)), **options)
         sizes, split = ((dim, dim), None) if of_head else ((q_size, kv_size), "out")
         norm = partial(kind.norm, config, split=split)
-        self.q_norm = norm(sizes[0], f"{at}q_norm", factor=of_norm) if has_norms else None
-        self.k_norm = norm(sizes[1], f"{at}k_norm", factor=1 / of_norm) if has_norms else None
+        order = partial(_row_order, config, kind)
+        q_rows, k_rows = (order(1), order(1)) if of_head else (order(heads), order(kv_heads))
+        q_norm = partial(norm, sizes[0], f"{at}q_norm", factor=of_norm, rows=q_rows)
+        k_norm = partial(norm, sizes[1], f"{at}k_norm", factor=1 / of_norm, rows=k_rows)
+        self.q_norm = q_norm() if has_norms else None
+        self.k_norm = k_norm() if has_norms else None
         sinks = partial(weight, kind.tensor(f"{at}sinks"), (heads,), kind.dtypes.activations)
         self.sinks = sinks(split="out") if kind.sinks else None
 
@@ -383,15 +391,25 @@ def _row_order(config: TransformerConfig, kind: LayerKind, heads: int) -> np.nda
 class MLP(nnx.Module):
     """Gated feed-forward ``down(activation(gate(x)) * up(x))``; gate and up share one matrix."""
 
-    def __init__(self, config: TransformerConfig, kind: LayerKind, at: str) -> None:
-        self.kind, size, inner, at = kind, config.hidden_size, config.intermediate_size, f"{at}mlp."
+    def __init__(
+        self,
+        config: TransformerConfig,
+        kind: LayerKind,
+        at: str,
+        *,
+        inner: int | None = None,
+        module: str = "mlp",
+    ) -> None:
+        """``inner`` is the configuration's ``intermediate_size`` by default."""
+        self.kind, size, at = kind, config.hidden_size, f"{at}{module}."
+        inner = config.intermediate_size if inner is None else inner
         linear = partial(kind.linear, bias=kind.mlp_bias)
         tensors = (Part(name, (inner,)) for name in ("gate_proj", "up_proj"))
         self.gate_up = linear(size, at, *tensors, fused="gate_up_proj", split="out")
         self.down = linear(inner, at, Part("down_proj", (size,)), split="in")
 
-    def __call__(self, x: Array) -> Array:
-        """Map ``[..., D]`` to ``[..., D]`` or partial sums of it."""
+    def __call__(self, x: Array, is_real: Array | None = None) -> Array:
+        """Map ``[..., D]`` to ``[..., D]`` or partial sums of it; ignores ``is_real [...]``."""
         gate, up = jnp.split(self.gate_up(x), 2, axis=-1)
         activation = ACTIVATIONS[self.kind.activation]
         return self.down.partial_sums(activation(gate) * up)
@@ -425,17 +443,19 @@ class DecoderLayer(nnx.Module):
         layer: int,
         attend: Attend,
         row: Array | None = None,
+        is_real: Array | None = None,
     ) -> tuple[Array, Array, Array, Any]:
         """Return ``x + delta``, the layer's output as two summands, and the updated kv.
 
         The next norm adds the summands, so that addition and norm run as one kernel. With ``row``
-        i32 ``[B]``, the output has only this row: ``[B, 1, D]``.
+        i32 ``[B]``, the output has only this row: ``[B, 1, D]``. Where ``is_real``, bool in the
+        shape of the output without its last axis, is false, the output is not used.
         """
         x, normed = _add_norm(self.input_norm, x, delta)
         mixed, kv = self.attention(normed, rope, kv, layer, attend, row)
         mixed = self._output(self.attention_output_norm, x, mixed)
         middle, normed = _add_norm(self.post_attention_norm, pick_row(x, row), mixed)
-        return x, middle, self._output(self.mlp_output_norm, x, self.mlp(normed)), kv
+        return x, middle, self._output(self.mlp_output_norm, x, self.mlp(normed, is_real)), kv
 
     def _output(self, norm: RMSNorm | None, x: Array, delta: Array) -> Array:
         """The value that a block adds to ``x``."""

@@ -15,6 +15,14 @@ from specjax.models.gemma import GEMMA, GEMMA2, GEMMA3
 from specjax.models.glm import GLM, GLM4
 from specjax.models.layers import LayerKind
 from specjax.models.llama import GRANITE, LLAMA, MINISTRAL, MINISTRAL3, MISTRAL
+from specjax.models.mixtures import (
+    GLM4_MOE,
+    GRANITE_MOE,
+    MIXTRAL,
+    OLMOE,
+    QWEN2_MOE,
+    QWEN3_MOE,
+)
 from specjax.models.olmo import OLMO2, OLMO3
 from specjax.models.phi import PHI3
 from specjax.models.qwen import MIMO, QWEN2, QWEN3
@@ -38,6 +46,12 @@ FAMILIES: dict[str, Family] = {
     "smollm3": SMOLLM3,
     "glm": GLM,
     "glm4": GLM4,
+    "qwen2_moe": QWEN2_MOE,
+    "qwen3_moe": QWEN3_MOE,
+    "mixtral": MIXTRAL,
+    "olmoe": OLMOE,
+    "granitemoe": GRANITE_MOE,
+    "glm4_moe": GLM4_MOE,
 }
 # models that also read images, and the family of their text model, which alone is loaded
 WRAPPERS = {"gemma3": "gemma3_text", "mistral3": "mistral"}
@@ -47,8 +61,8 @@ HOW_TO_ADD = "docs/models.md shows how to add a model family"
 UNKNOWN = f"must be one of {sorted({*FAMILIES, *WRAPPERS})}; {HOW_TO_ADD}"
 # what is missing for families that people ask for
 _REASONS = {
-    "mixtures of experts": "deepseek_v2 deepseek_v3 ernie4_5_moe glm4_moe gpt_oss granitemoe "
-    "llama4 llama4_text mixtral olmoe phimoe qwen2_moe qwen3_moe qwen3_5_moe",
+    "mixtures of experts of another kind": "deepseek_v2 deepseek_v3 ernie4_5_moe gpt_oss llama4 "
+    "llama4_text phimoe qwen3_5_moe",
     "layers with a recurrent state": "bamba falcon_h1 falcon_mamba granitemoehybrid jamba lfm2 "
     "mamba mamba2 nemotron_h qwen3_5 qwen3_5_text qwen3_next recurrent_gemma zamba2",
     "LayerNorm layers": "cohere cohere2 falcon gpt2 gpt_neox nemotron olmo opt phi stablelm "

@@ -58,10 +58,13 @@ class QuantLayout:
     size: int  # inputs per part
 
     @classmethod
-    def of(cls, format: Quantization, in_size: int, out_size: int) -> "QuantLayout":
+    def of(
+        cls, format: Quantization, in_size: int, out_size: int, num_parts: int = 8
+    ) -> "QuantLayout":
+        """``num_parts`` is the largest number of parts."""
         if format.group is None:  # XLA splits the product itself
             return cls(1, 1, in_size)
-        groups, num_parts = -(-in_size // format.group), 8
+        groups = -(-in_size // format.group)
         while num_parts > 1 and (num_parts * out_size > MAX_SPLIT_COLUMNS or groups % num_parts):
             num_parts //= 2
         return cls(num_parts, groups // num_parts, groups // num_parts * format.group)
@@ -77,12 +80,12 @@ class QuantLayout:
         return matrix.reshape(rows, self.parts, width).swapaxes(0, 1)
 
 
-def abstract_kernel(in_size: int, out_size: int, dtypes: Dtypes) -> Any:
-    """The shapes and dtypes of a matrix, whole or quantised."""
+def abstract_kernel(in_size: int, out_size: int, dtypes: Dtypes, num_parts: int = 8) -> Any:
+    """The shapes and dtypes of a matrix, whole or quantised, with at most ``num_parts`` parts."""
     array: Any = jax.ShapeDtypeStruct
     if (format := dtypes.quantization) is None:
         return array((in_size, out_size), dtypes.activations)
-    layout = QuantLayout.of(format, in_size, out_size)
+    layout = QuantLayout.of(format, in_size, out_size, num_parts)
     values = array((layout.parts, out_size, layout.size), format.dtype)
     shape = layout.parts, out_size, layout.groups
     scale = array(shape, jnp.float32 if format.group is None else dtypes.activations)

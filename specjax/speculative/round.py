@@ -132,11 +132,13 @@ def run_target(
         rows = verified_rows(tree, shape, batch.slots)
         attend = tuple(pool.attend_packed(rows, **form) for pool in pages.pools)
         drafts, positions = rows.gather(drafts), rows.gather(positions)
+        is_real = rows.is_real[None]
     else:
         lens, count = batch.seq_lens, shape.nodes
         attend = tuple(pool.attend(lens, count, **form) for pool in pages.pools)
+        is_real = tree.is_node & (batch.slots > 0)[:, None]
     hidden, features, kv = target(
-        drafts, positions, state.pools.target, attend, config.feature_layers
+        drafts, positions, state.pools.target, attend, config.feature_layers, is_real
     )
     passed = TargetPass(target.logits(hidden), hidden, features, rows)
     return replace(state, pools=replace(state.pools, target=kv)), passed

@@ -72,7 +72,9 @@ class Standalone(NetworkAlgorithm):
         self, batch: Batch, state: State, rows: Rows, chunks: PromptChunks, features: Array
     ) -> tuple[State, Rows]:
         """Run the draft over the prompt tokens to store their KV."""
-        _, _, state = batch.draft(chunks.tokens, chunks.positions, state, chunks.attend)
+        is_real = chunks.segments.is_real[None]
+        where = chunks.positions, state, chunks.attend
+        _, _, state = batch.draft(chunks.tokens, *where, is_real=is_real)
         return state, rows
 
     def propose(self, batch: Batch, state: State, rows: Rows, shape: DraftShape) -> Proposal:
@@ -86,7 +88,7 @@ class Standalone(NetworkAlgorithm):
             state,
             drafted,
             shape,
-            lambda _, tokens, __, *where: batch.draft(tokens, *where)[::2],
+            lambda _, tokens, __, *where: _run(batch, tokens, *where),
             start=1,
         )
 
@@ -106,13 +108,19 @@ class Standalone(NetworkAlgorithm):
         return batch.pages.move(state, batch.seq_lens, path), rows
 
 
+def _run(batch: Batch, tokens: Array, *where: Any) -> tuple[Array, Array]:
+    """Run the draft over tokens i32 ``[B, T]``; return hidden states ``[B, T, D]`` and its KV."""
+    is_real = jnp.broadcast_to((batch.slots > 0)[:, None], tokens.shape)
+    return batch.draft(tokens, *where, is_real=is_real)[::2]
+
+
 def _read(batch: Batch, state: State, count: int) -> tuple[Array, Array]:
     """Run the draft over 1 or 2 tokens from n - 1 on; return the last hidden state ``[B, D]``."""
     begin = jnp.maximum(batch.seq_lens - 1, 0)  # padding rows have no token
     tokens = jnp.stack([batch.tokens[batch.slots, begin], batch.bonus_tokens], axis=1)[:, :count]
     positions = begin[:, None] + jnp.arange(count, dtype=jnp.int32)
     attend = batch.pages.attend(begin, count)
-    hidden, _, state = batch.draft(tokens, positions, state, attend)
+    hidden, state = _run(batch, tokens, positions, state, attend)
     return hidden[:, -1], state
 
 

@@ -252,9 +252,7 @@ def drawn_count(seq_lens: Array, num_steps: int, sampling: SamplingTable) -> Arr
 
 def simulated_path(tree: VerifyInput, num_steps: int, count: Array) -> Array:
     """Path i32 ``[B, S + 1]`` to the deepest row, of ``count`` i32 ``[B]`` drafts; -1: no root."""
-    index = jnp.arange(tree.parents.shape[1], dtype=jnp.int32)
-    is_real = index <= tree.num_proposed[:, None]
-    depths = jnp.where(is_real, tree.positions - tree.positions[:, :1], -1)
+    depths = jnp.where(tree.is_node, tree.positions - tree.positions[:, :1], -1)
     goal = jnp.argmax(depths, axis=1)[:, None, None]
     on_path = jnp.take_along_axis(tree.tree_mask, goal, axis=1)
     count = jnp.minimum(count, jnp.max(depths, axis=1))

@@ -37,13 +37,10 @@ def random_weights(flat: FlatModel[Any], seed: int) -> Weights:
     """Make weights as the models' initialisers do, but in numpy, without compiling."""
     rng = np.random.default_rng(seed)
     weights = []
-    for name, leaf in zip(flat.names, flat.abstract, strict=True):
-        kind, array = name.rsplit(".", 1)[-1], np.zeros(leaf.shape)
-        if kind in ("kernel", "table"):
-            fan_in = leaf.shape[0] if kind == "kernel" else leaf.shape[1]
-            array = rng.normal(size=leaf.shape) * fan_in**-0.5
-        elif kind == "scale":
-            array = np.ones(leaf.shape)
+    for leaf, (mean, stddev) in zip(flat.abstract, flat.initial, strict=True):
+        array = np.full(leaf.shape, mean)
+        if stddev:
+            array = rng.normal(size=leaf.shape) * stddev
         weights.append(array.astype(leaf.dtype))
     return jax.device_put(tuple(weights))
 
@@ -78,6 +75,8 @@ def copying_head(config: DraftConfig, target: Mapping[str, np.ndarray]) -> Named
     for name in named:
         if name.startswith("layers.") and name.endswith(("output.kernel", "down.kernel")):
             named[name] = np.float32(0.02) * named[name]
+        elif name == "mask_hidden":
+            named[name] = np.zeros_like(named[name])
     size, dim = config.hidden_size, config.head_dim
     q_size, width = config.num_heads * dim, config.num_kv_heads * dim
     qkv = np.zeros((2 * size, q_size + 2 * width), np.float32)

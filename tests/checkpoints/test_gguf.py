@@ -314,11 +314,11 @@ def test_linear_scaling(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"arch": "gemma9"}, r"general\.architecture='gemma9'.*'llama', .*'qwen2', 'qwen3'"),
+        ({"arch": "gemma9"}, r"general\.architecture='gemma9'.*'llama', .*'qwen2', 'qwen2moe'"),
         ({"arch": "mimo"}, "loads from a Hugging Face directory, not yet from GGUF; .*'qwen2'"),
         (
-            {"arch": "qwen3moe"},
-            r"'qwen3moe' needs mixtures of experts, .* not supported yet; it must be one of \['",
+            {"arch": "gpt-oss"},
+            r"'gpt-oss' needs mixtures of experts .* not supported yet; it must be one of \['",
         ),
         *(
             (
@@ -367,7 +367,8 @@ def test_linear_scaling(tmp_path: Path) -> None:
         ),
         ({"arch": "gemma2"}, r"model\.gguf has no gemma2\.attention\.sliding_window"),
         ({"arch": "gemma"}, r"the model does not use the tensor 'output\.weight'"),
-        ({"keys": {"expert_count": 8}}, "mixture-of-experts"),
+        ({"arch": "qwen3", "keys": {"expert_count": 8}}, "qwen3: expert_count=8 is not supported"),
+        ({"keys": {"expert_count": 8}}, r"llama has no expert_used_count"),
         *(
             (
                 {"tokenizer": {f"ggml.{name}_token_id": token_id}},

@@ -17,6 +17,7 @@ from specjax.disaggregation.rows import check_facts
 from specjax.engine.args import EngineArgs
 from specjax.engine.plan import OWNERS
 from specjax.engine.requests import DEFAULT_SEED
+from specjax.models.experts import MixtureConfig
 from specjax.runtime.runner import ModelRunner
 from specjax.testing import Files
 from specjax.types import NO_DRAFTS, DraftShape
@@ -114,24 +115,50 @@ def test_no_product_of_the_target_is_left_to_xla(shape: DraftShape) -> None:
         assert "stablehlo.dot_general" not in lower_for_cuda(function, *shapes), key
 
 
+@pytest.mark.slow
+def test_no_product_of_a_mixture_is_left_to_xla() -> None:
+    config = runner_config(
+        algorithm=algorithm_of(None),
+        shapes=(NO_DRAFTS,),
+        implementation="pallas",
+        deterministic=True,
+    )
+    model = replace(MIXTURE, shared_expert_intermediate_size=64, has_shared_expert_gate=True)
+    networks = config.algorithm.networks(model, implementation="pallas", deterministic=True)
+    for key, function, arguments, _ in ModelRunner(networks, config)._functions().jobs():
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arguments)
+        text = lower_for_cuda(function, *shapes)
+        assert "stablehlo.dot_general" not in text, key
+        assert ("specjax_experts_in" in text) is (key != ("record_cached",)), key
+
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 512,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_layers": 4,
+    "num_heads": 8,
+    "num_kv_heads": 2,
+    "head_dim": 64,
+    "qk_norm": True,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 4096,
+    "dtype": "bfloat16",
+}
+MIXTURE = MixtureConfig(
+    model_type="qwen3_moe",
+    num_experts=24,
+    num_experts_per_tok=4,
+    moe_intermediate_size=96,
+    **SIZES,
+)
+
+
 @pytest.mark.gpu
 class TestOnGpu:
     """A random model in bfloat16; every engine shares the weights of the first."""
 
-    MODEL = ModelConfig(
-        model_type="qwen3",
-        vocab_size=512,
-        hidden_size=256,
-        intermediate_size=512,
-        num_layers=4,
-        num_heads=8,
-        num_kv_heads=2,
-        head_dim=64,
-        qk_norm=True,
-        tie_word_embeddings=True,
-        max_position_embeddings=4096,
-        dtype="bfloat16",
-    )
+    MODEL = ModelConfig(model_type="qwen3", **SIZES)
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -248,3 +275,10 @@ class TestOnGpu:
                 found.append(self.texts(engine, prompts, params))
         assert found[0] == found[1] == found[2]
         assert found[0] != self.texts(plain, prompts, params)
+
+
+@pytest.mark.gpu
+class TestMixtureOnGpu(TestOnGpu):
+    """A random mixture, whose router weights differ enough between experts."""
+
+    MODEL = MIXTURE

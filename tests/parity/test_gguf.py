@@ -48,19 +48,29 @@ def llama3_divisors(rope: dict[str, float], head_dim: int) -> np.ndarray:
 
 # keys of architectures, and the names that they have in configurations
 _WINDOW = {"attention.sliding_window": "sliding_window"}
+_EXPERTS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
+_LOCAL_EXPERTS = _EXPERTS | {"expert_count": "num_local_experts"}
+_SMALL_EXPERTS = _EXPERTS | {"expert_feed_forward_length": "moe_intermediate_size"}
 _SOFTCAPS = {f"{x}_logit_softcapping": f"{x}_logit_softcapping" for x in ("attn", "final")}
+_MULTIPLIERS = {
+    "attention.scale": "attention_multiplier",
+    "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier",
+    "logit_scale": "logits_scaling",
+}
 OF_TYPE = {
     "mistral": _WINDOW,
     "phi3": _WINDOW,
     "olmo3": _WINDOW,
     "gemma2": _WINDOW | _SOFTCAPS,
     "gemma3_text": _WINDOW | _SOFTCAPS,
-    "granite": {
-        "attention.scale": "attention_multiplier",
-        "embedding_scale": "embedding_multiplier",
-        "residual_scale": "residual_multiplier",
-        "logit_scale": "logits_scaling",
-    },
+    "granite": _MULTIPLIERS,
+    "mixtral": _WINDOW | _LOCAL_EXPERTS,
+    "olmoe": _EXPERTS,
+    "granitemoe": _MULTIPLIERS | _LOCAL_EXPERTS,
+    "qwen3_moe": _SMALL_EXPERTS,
+    "qwen2_moe": _SMALL_EXPERTS
+    | {"expert_shared_feed_forward_length": "shared_expert_intermediate_size"},
 }
 ARCHITECTURES = {
     "mistral": "llama",
@@ -68,7 +78,26 @@ ARCHITECTURES = {
     "gemma3_text": "gemma3",
     "olmo3": "olmo2",
     "glm": "chatglm",
+    "mixtral": "llama",
+    "qwen3_moe": "qwen3moe",
+    "qwen2_moe": "qwen2moe",
 }
+
+
+def stacked(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Tensors of experts as llama.cpp's converter stacks them: gate and up apart."""
+    named = {}
+    for name, tensor in tensors.items():
+        name = name.replace("block_sparse_moe.router.", "mlp.gate.").replace(
+            "block_sparse_moe.", "mlp."
+        )
+        if name.endswith("experts.gate_up_proj"):
+            pair = np.split(tensor, 2, axis=1)
+            for x, matrices in zip(("gate", "up"), pair, strict=True):
+                named[name.replace("gate_up_proj", f"{x}_proj.weight")] = matrices
+        else:
+            named[name + ".weight" * name.endswith("experts.down_proj")] = tensor
+    return named
 
 
 def write_model(
@@ -127,6 +156,7 @@ def write_model(
         slides = [kind == "sliding_attention" for kind in config.layer_types]
         keys["attention.sliding_window_pattern"] = slides
     tensors = {name: tensor.float().numpy() for name, tensor in model.state_dict().items()}
+    tensors = stacked(tensors)
     if config.tie_word_embeddings:
         del tensors["lm_head.weight"]
     arch = ARCHITECTURES.get(config.model_type, config.model_type)
@@ -191,7 +221,8 @@ GGUF_FAMILIES = {
     **{
         name: FAMILIES[name]
         for name in "mistral mistral_window ministral3 qwen2 qwen2_yarn qwen3 qwen3_tied gemma "
-        "phi3 phi3_window phi3_longrope phi4_mini olmo2 granite glm glm4".split()
+        "phi3 phi3_window phi3_longrope phi4_mini olmo2 granite glm glm4 "
+        "qwen3_moe qwen2_moe mixtral mixtral_window olmoe granitemoe".split()
     },
     # files leave these out: windows of the first of two layers (Gemma 2) or of five in six (Gemma
     # 3), the scale of scores, and every fourth layer without rotation (SmolLM3)

@@ -11,7 +11,7 @@ transformers = pytest.importorskip("transformers")
 from specjax.checkpoints import open_target  # noqa: E402
 
 from .jax_side import build_target, relative_error, run_target  # noqa: E402
-from .torch_side import FAMILIES, REFUSED, make_model, run_model, save  # noqa: E402
+from .torch_side import FAMILIES, MIXTURES, REFUSED, make_model, run_model, save  # noqa: E402
 
 pytestmark = pytest.mark.parity
 
@@ -43,6 +43,14 @@ def test_family(family: str, tmp_path: Path) -> None:
             open_target(str(path))
     else:
         check_equal(path, model)
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_stacked_experts(family: str, tmp_path: Path) -> None:
+    """In transformers' own layout, the experts of a layer are one tensor."""
+    model = make_model(*FAMILIES[family])
+    path = save(model, tmp_path / "model", save_original_format=False)
+    check_equal(path, model, length=20)
 
 
 @pytest.mark.parametrize("family", ["llama31", "qwen2_tied", "qwen3"])

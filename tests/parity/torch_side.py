@@ -49,6 +49,90 @@ MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
 GEMMA = {"head_dim": 16, "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 24}
 GEMMA2 = {**GEMMA, "sliding_window": 12, "attn_logit_softcapping": 3.0, "layer_types": MIXED}
 
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
+LOCAL_EXPERTS = {"num_local_experts": 6, "num_experts_per_tok": 2}
+# mixtures of experts, each with other rules of their choice
+MIXTURES = {
+    "qwen3_moe": (
+        "Qwen3MoeConfig",
+        {"head_dim": 10, "norm_topk_prob": True, **EXPERTS, **rope(1e6)},
+    ),
+    "qwen3_moe_sparse": (
+        "Qwen3MoeConfig",
+        {"attention_bias": True, "decoder_sparse_step": 2, **EXPERTS, **rope(1e6)},
+    ),
+    "qwen3_moe_window": (
+        "Qwen3MoeConfig",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 12,
+            "mlp_only_layers": [1],
+            "tie_word_embeddings": True,
+            **EXPERTS,
+            **rope(1e6, **YARN),
+        },
+    ),
+    "qwen2_moe": (
+        "Qwen2MoeConfig",
+        {"shared_expert_intermediate_size": 56, **EXPERTS, **rope(1e6)},
+    ),
+    "qwen2_moe_normalised": (
+        "Qwen2MoeConfig",
+        {
+            "shared_expert_intermediate_size": 24,
+            "norm_topk_prob": True,
+            "qkv_bias": False,
+            **EXPERTS,
+            **rope(1e6),
+        },
+    ),
+    "mixtral": ("MixtralConfig", {"sliding_window": None, **LOCAL_EXPERTS, **rope(1e6)}),
+    "mixtral_window": ("MixtralConfig", {"sliding_window": 12, **LOCAL_EXPERTS, **rope(1e6)}),
+    "olmoe": ("OlmoeConfig", {**EXPERTS, "num_experts_per_tok": 3, **rope(1e4)}),
+    "olmoe_normalised": (
+        "OlmoeConfig",
+        {"norm_topk_prob": True, "attention_bias": True, **EXPERTS, **rope(1e4)},
+    ),
+    "granitemoe": (
+        "GraniteMoeConfig",
+        {
+            "embedding_multiplier": 12.0,
+            "residual_multiplier": 0.22,
+            "attention_multiplier": 0.3,
+            "logits_scaling": 8.0,
+            **LOCAL_EXPERTS,
+            **rope(1e4),
+        },
+    ),
+    "glm4_moe": (
+        "Glm4MoeConfig",
+        {
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 40,
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 2.5,
+            "first_k_dense_replace": 1,
+            "head_dim": 16,
+            "attention_bias": True,
+            **rope(1e6, partial_rotary_factor=0.5),
+        },
+    ),
+    "glm4_moe_norms": (
+        "Glm4MoeConfig",
+        {
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 2,
+            "n_shared_experts": 2,
+            "moe_intermediate_size": 24,
+            "norm_topk_prob": False,
+            "use_qk_norm": True,
+            "head_dim": 16,
+            **rope(1e6, partial_rotary_factor=0.5),
+        },
+    ),
+}
 # Popular families and variants: name -> (transformers config class, changes to SMALL). Those of
 # REFUSED do not load.
 FAMILIES = {
@@ -151,6 +235,7 @@ FAMILIES = {
     "smollm3": ("SmolLM3Config", {"no_rope_layers": [1, 0, 1], **rope(2e6)}),
     "glm": ("GlmConfig", {"head_dim": 16, **rope(1e4, partial_rotary_factor=0.5)}),
     "glm4": ("Glm4Config", {"head_dim": 16, **rope(1e4, partial_rotary_factor=0.5)}),
+    **MIXTURES,
     "cohere": ("CohereConfig", rope(1e4)),
     "cohere2": ("Cohere2Config", {"sliding_window": 12, **rope(1e4)}),
     "stablelm": ("StableLmConfig", rope(1e4, partial_rotary_factor=0.25)),

@@ -212,6 +212,10 @@ GGUF_NAMES = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    **{f"mlp.experts.{x}_proj": f"ffn_{x}_exps" for x in ("gate", "up", "down")},
+    **{f"mlp.shared_expert.{x}_proj": f"ffn_{x}_shexp" for x in ("gate", "up", "down")},
 }
 # Gemma 2 and 3, and OLMo 2 and 3
 GGUF_POST_NORMS = {
@@ -232,7 +236,7 @@ GGUF_NAMES_OF: dict[str, dict[str, str]] = {
         "post_mlp_layernorm": "post_ffw_norm",
     },
 }
-GGUF_INTERLEAVED = ("llama", "mistral3", "granite", "smollm3")
+GGUF_INTERLEAVED = ("llama", "mistral3", "granite", "granitemoe", "smollm3")
 
 
 def to_gguf_rows(tensor: np.ndarray, heads: int) -> np.ndarray:

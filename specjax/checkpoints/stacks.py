@@ -1,0 +1,97 @@
+"""Stacked tensors: files that have the matrices of a layer's experts as slices of one tensor."""
+
+from collections import Counter
+from collections.abc import Iterator
+from threading import Lock
+from typing import NamedTuple
+
+import numpy as np
+
+from specjax.checkpoints.quantization import SUFFIXES
+from specjax.checkpoints.tensors import TensorInfo, TensorSource
+from specjax.models.declare import Recipe, Recipes
+
+
+class _Slice(NamedTuple):
+    stack: str
+    info: TensorInfo  # of the slice
+    place: tuple[int | slice, ...]
+
+
+def unstacked(source: TensorSource, recipes: Recipes) -> TensorSource:
+    """Offer slices of stacked tensors under the names that recipes use.
+
+    The scales of quantised stacks are cut like their values, in proportion. A stack is in memory
+    from the first to the last of its slices that is read. Raises ValueError if its shape is wrong.
+    """
+    slices = {name: x for recipe in recipes.values() for name, x in _slices(source, recipe)}
+    if not slices:
+        return source
+    uses = Counter(x.stack for x in slices.values())
+    infos = {name: info for name, info in source.infos.items() if name not in uses}
+    infos |= {name: x.info for name, x in slices.items()}
+    lock, held, remaining = Lock(), dict[str, np.ndarray](), dict(uses)
+
+    def read(name: str) -> np.ndarray:
+        if name not in slices:
+            return source.read(name)
+        stack, _, place = slices[name]
+        with lock:
+            tensor = held[stack] if stack in held else held.setdefault(stack, source.read(stack))
+            remaining[stack] -= 1
+            if not remaining[stack]:
+                del held[stack]
+                remaining[stack] = uses[stack]
+        return tensor[place]
+
+    return TensorSource(source.path, infos, read)
+
+
+def _slices(source: TensorSource, recipe: Recipe) -> Iterator[tuple[str, _Slice]]:
+    """The slices, by the names of a recipe's parts, of the stacks that a file has instead."""
+    if not recipe.stacks or recipe.parts[0].name in source.infos:
+        return
+    width = max(map(len, recipe.stacks))  # projections of a module
+    modules = [recipe.parts[i : i + width] for i in range(0, len(recipe.parts), width)]
+    sizes = [part.shape[0] for part in modules[0]]
+    for names in recipe.stacks:
+        for ending in ("", *SUFFIXES):
+            for column, name in enumerate(names):
+                if (info := source.infos.get(name + ending)) is None:
+                    continue
+                # the projections of this stack
+                first, count = (column, 1) if len(names) == width else (0, width)
+                total = sum(sizes[first : first + count])
+                for number, module in enumerate(modules):
+                    start = 0
+                    for part in module[first : first + count]:
+                        rows = slice(start, start + part.shape[0])
+                        start = rows.stop
+                        if len(modules) == 1:  # a tensor with another name
+                            yield part.name + ending, _Slice(name + ending, info, ())
+                            continue
+                        shape = (len(modules), total)
+                        cut = _cut(name + ending, info, shape, number, rows, is_scale=bool(ending))
+                        yield part.name + ending, cut
+
+
+def _cut(
+    name: str,
+    info: TensorInfo,
+    shape: tuple[int, int],
+    number: int,
+    rows: slice,
+    *,
+    is_scale: bool,
+) -> _Slice:
+    """Rows of a matrix of a stack, whose first two sizes must be ``shape``, or of its scales."""
+    count = info.shape[1] if is_scale and len(info.shape) == 3 else shape[1]
+    start, stop = (row * count / shape[1] for row in (rows.start, rows.stop))
+    if len(info.shape) != 3 or info.shape[:2] != (shape[0], count) or start % 1 or stop % 1:
+        raise ValueError(
+            f"tensor {name!r} in {info.path} has shape {info.shape}, but the configuration "
+            f"requires {shape} and the number of inputs"
+        )
+    rows = slice(int(start), int(stop))
+    cut = TensorInfo((rows.stop - rows.start, info.shape[2]), info.path, info.dtype)
+    return _Slice(name, cut, (number, rows))

@@ -1,0 +1,96 @@
+"""Engines for mixtures of experts produce the tokens of plain decoding."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from specjax.testing import Files, check_tokens
+from specjax.testing.files import CONFIG
+from specjax.testing.models import PERTURBATION
+
+from .rows import BATCHES, SEEN, Row, drafting, serving
+from .trial import Reference, Trial
+
+NUM_EXPERTS, INNER = 6, 48
+ROWS: list[Row] = [
+    ("EAGLE3", "tree", "ahead", 4, "here", "fixed", 1),
+    ("NGRAM", "tree", "in turn", 16, "split", "adaptive", 3),
+    ("DSPARK", "chain", "ahead", 1, "here", "adaptive", 1),
+    ("STANDALONE", "tree", "ahead", 4, "split", "fixed", 3),
+    ("DFLASH", "chain", "in turn", 4, "here", "fixed", 1),
+    ("EAGLE", "cut chain", "ahead", 1, "split", "adaptive", 3),
+]
+
+
+def write_mixture(path: Path, target: Path) -> Path:
+    """Write the copying target with experts, of which the router chooses others for each token."""
+    config: dict[str, Any] = json.loads((target / "config.json").read_text())
+    config |= {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"]}
+    config |= {"num_experts": NUM_EXPERTS, "num_experts_per_tok": 2, "norm_topk_prob": True}
+    config |= {"moe_intermediate_size": INNER, "mlp_only_layers": []}
+    tensors = load_file(target / "model.safetensors")
+    tensors = {name: x for name, x in tensors.items() if ".mlp." not in name}
+    rng, size = np.random.default_rng(3), CONFIG.hidden_size
+
+    def random(*shape: int, scale: float = 1.0) -> np.ndarray:
+        return (scale * rng.normal(size=shape) * shape[-1] ** -0.5).astype(np.float32)
+
+    for i in range(CONFIG.num_layers):
+        layer = f"model.layers.{i}."
+        for name in ("q_norm", "k_norm"):
+            tensors[f"{layer}self_attn.{name}.weight"] = np.ones(CONFIG.head_dim, np.float32)
+        tensors[f"{layer}mlp.gate.weight"] = random(NUM_EXPERTS, size, scale=3.0)
+        for j in range(NUM_EXPERTS):
+            expert = f"{layer}mlp.experts.{j}."
+            down = random(size, INNER, scale=2 * PERTURBATION)
+            tensors |= {f"{expert}{x}_proj.weight": random(INNER, size) for x in ("gate", "up")}
+            tensors[f"{expert}down_proj.weight"] = down
+    path.mkdir()
+    save_file(tensors, path / "model.safetensors")
+    (path / "config.json").write_text(json.dumps(config))
+    for file in target.glob("*token*"):
+        (path / file.name).write_text(file.read_text())
+    return path
+
+
+@pytest.fixture(scope="module")
+def mixture(files: Files, tmp_path_factory: pytest.TempPathFactory) -> Files:
+    folder = tmp_path_factory.mktemp("mixtures")
+    return replace(files, target=write_mixture(folder / "mixture", files.target))
+
+
+@pytest.fixture(scope="module")
+def plain(mixture: Files) -> Iterator[Reference]:
+    reference = Reference.of(mixture)
+    yield reference
+    reference.close()
+
+
+@pytest.mark.slow
+def test_tokens_of_a_tree_are_those_of_dense_decoding(mixture: Files) -> None:
+    """Plain decoding by full passes without a KV cache is independent of the engine."""
+    shape = {"speculative_eagle_topk": 3, "speculative_num_draft_tokens": 12}
+    prompts = np.random.default_rng(0).integers(60, size=(2, 30)).tolist()
+    with mixture.engine(dtype="float32", **shape) as engine:
+        assert check_tokens(engine, prompts, count=40) > 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(
+    "index", [0, 1, *(pytest.param(i, marks=pytest.mark.long) for i in range(2, len(ROWS)))]
+)
+def test_engines_equal_plain_decoding(mixture, drafts, plain, index, device) -> None:
+    row = ROWS[index]
+    options = drafting(row, drafts) | serving(row)
+    trial = Trial(mixture, plain, np.random.default_rng(index), options)
+    counts = trial.run(BATCHES)
+    print(row, dict(counts))
+    for seen in SEEN:
+        assert counts[seen] > 0, seen

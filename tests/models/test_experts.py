@@ -1,0 +1,152 @@
+"""A feed-forward of experts against a loop over tokens in float64."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from specjax.config import Quantization
+from specjax.models.experts import Experts, MixtureConfig
+from specjax.models.layers import LayerKind
+from specjax.testing.models import SIZES
+
+KINDS: dict[str, dict[str, Any]] = {
+    "softmax": {"norm_topk_prob": False},
+    "normalised": {},
+    "shared": {"shared_expert_intermediate_size": 24, "has_shared_expert_gate": True},
+    "sigmoid": {
+        "scoring": "sigmoid",
+        "has_correction_bias": True,
+        "routed_scaling_factor": 2.5,
+        "n_group": 4,
+        "topk_group": 2,
+        "shared_expert_intermediate_size": 24,
+    },
+}
+SPARSE: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48}
+
+
+def make(quantization: Quantization | None = None, **changes: Any) -> tuple[Experts, Any]:
+    sizes = {**SIZES, **SPARSE, **changes, "quantization": quantization}
+    config = MixtureConfig(model_type="qwen3_moe", num_layers=1, **sizes)
+    layer = Experts(config, LayerKind.of(config, implementation="xla"), "model.layers.0.")
+    rng = np.random.default_rng(0)
+    graph, state = nnx.split(layer)
+
+    def values(leaf: Any) -> Any:
+        if leaf.dtype == jnp.int8:
+            return rng.integers(-127, 128, leaf.shape, np.int8)
+        scale = 0.02 if quantization and leaf.shape[-1] == 1 else 1.0
+        return np.asarray(scale * rng.normal(size=leaf.shape), leaf.dtype)
+
+    return nnx.merge(graph, jax.tree.map(values, state)), config
+
+
+def silu(x: np.ndarray) -> np.ndarray:
+    return x / (1 + np.exp(-x))
+
+
+def gated(x: np.ndarray, gate_up: np.ndarray, down: np.ndarray) -> np.ndarray:
+    gate, up = np.split(gate_up @ x, 2)
+    return down @ (silu(gate) * up)
+
+
+def reference(layer: Experts, config: MixtureConfig, x: np.ndarray) -> np.ndarray:
+    """The output of one token f64 ``[D]``."""
+    count, size = config.num_experts, config.hidden_size
+    router = np.float64(layer.router[...])
+    gate_up = np.float64(layer.gate_up[...]).reshape(count, -1, size)
+    down = np.float64(layer.down[...]).reshape(count, size, -1)
+    logits = router @ x
+    if config.scoring == "sigmoid":
+        scores = 1 / (1 + np.exp(-logits))
+        ranked = scores + np.float64(layer.correction[...])
+    else:
+        ranked = scores = np.exp(logits) / np.exp(logits).sum()
+    groups = ranked.reshape(config.n_group, -1)
+    best = np.argsort(-np.sort(groups)[:, -2:].sum(axis=1))[: config.topk_group]
+    of_group = np.arange(count) // groups.shape[1]
+    ranked = np.where(np.isin(of_group, best), ranked, -np.inf) if len(groups) > 1 else ranked
+    chosen = np.argsort(-ranked)[: config.num_experts_per_tok]
+    weights = scores[chosen] / (scores[chosen].sum() if config.norm_topk_prob else 1)
+    out = np.zeros(size)
+    for expert, weight in zip(chosen, weights * config.routed_scaling_factor, strict=True):
+        out += weight * gated(x, gate_up[expert], down[expert])
+    if layer.shared is not None:
+        kernels = layer.shared.gate_up.kernel[...], layer.shared.down.kernel[...]
+        shared = gated(x, *(np.float64(kernel).T for kernel in kernels))
+        if layer.shared_gate is not None:
+            shared = shared / (1 + np.exp(-np.float64(layer.shared_gate[...])[0] @ x))
+        out += shared
+    return out
+
+
+def summed(out: jax.Array) -> np.ndarray:
+    return np.asarray(out if out.ndim == 3 else out.sum(axis=0))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_equal_a_loop(kind: str) -> None:
+    layer, config = make(**KINDS[kind])
+    x = np.random.default_rng(1).normal(size=(2, 5, config.hidden_size)).astype(np.float32)
+    expected = np.stack([[reference(layer, config, np.float64(row)) for row in y] for y in x])
+    found = summed(layer(jnp.asarray(x)))
+    np.testing.assert_allclose(found, expected, atol=2e-5 * np.abs(expected).max())
+
+
+def test_padding_reads_no_expert() -> None:
+    """Its result has the shared expert alone, and that of other tokens does not change."""
+    layer, config = make(**KINDS["shared"])
+    x = np.random.default_rng(1).normal(size=(2, 5, config.hidden_size)).astype(np.float32)
+    is_real = np.array([[1, 1, 0, 1, 0], [0, 0, 0, 0, 0]], bool)
+    every, some = layer(jnp.asarray(x)), layer(jnp.asarray(x), jnp.asarray(is_real))
+    np.testing.assert_array_equal(some[:, is_real], every[:, is_real])
+    assert not np.asarray(some[:-1, ~is_real]).any()
+    np.testing.assert_array_equal(some[-1], every[-1])
+
+
+def test_the_sums_of_many_tokens_are_added() -> None:
+    layer, config = make(**KINDS["shared"])
+    x = np.random.default_rng(1).normal(size=(1, 513, config.hidden_size)).astype(np.float32)
+    out = layer(jnp.asarray(x))
+    assert out.shape == x.shape
+    few = summed(layer(jnp.asarray(x[:, :5])))
+    np.testing.assert_allclose(out[:, :5], few, atol=1e-5 * np.abs(few).max())
+
+
+@pytest.mark.parametrize("group", [None, 16])
+def test_quantised_experts_equal_their_values(group: int | None) -> None:
+    """The router and its bias are never quantised."""
+    layer, config = make(Quantization("int8", group=group))
+    assert layer.router[...].dtype == jnp.float32
+    plain, _ = make()
+    plain.router[...] = layer.router[...]
+    for name in ("gate_up", "down"):
+        matrix = getattr(layer, name)[...]
+        values, scale = np.float32(matrix.values[0]), np.float32(matrix.scale[0])
+        scales = np.repeat(scale, values.shape[1] // scale.shape[1], axis=1)
+        getattr(plain, name)[...] = jnp.asarray(values * scales)
+    x = np.random.default_rng(1).normal(size=(1, 6, config.hidden_size)).astype(np.float32)
+    expected = summed(plain(jnp.asarray(x)))
+    found = summed(layer(jnp.asarray(x)))
+    np.testing.assert_allclose(found, expected, atol=2e-5 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"n_group": 3}, "n_group=3 must divide num_experts=8"),
+        ({"n_group": 8}, "n_group=8 must divide num_experts=8 into groups of 2"),
+        ({"n_group": 2, "topk_group": 3}, "topk_group=3 must be at most n_group=2"),
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok=9 must be at most 8"),
+        ({"n_group": 4, "num_experts_per_tok": 3}, "num_experts_per_tok=3 must be at most 2"),
+        ({"num_experts": 2000}, "num_experts=2000"),
+    ],
+)
+def test_refused_sizes(changes: dict[str, Any], text: str) -> None:
+    sizes = {**SIZES, **SPARSE, **changes}
+    with pytest.raises(ValueError, match=text):
+        MixtureConfig(model_type="qwen3_moe", num_layers=1, **sizes)
