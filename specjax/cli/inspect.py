@@ -16,6 +16,7 @@ from specjax.checkpoints.target import TargetCheckpoint, fetch_headers, locate, 
 from specjax.checkpoints.tensors import TensorSource, open_directory
 from specjax.config import FeatureConfig, ModelConfig
 from specjax.json_file import Fields, Size
+from specjax.models.experts import MixtureConfig
 from specjax.speculative.block import DFLASH, DSPARK
 from specjax.speculative.eagle import EAGLE, EAGLE3
 from specjax.speculative.multi_layer_eagle import MULTI_LAYER_EAGLE
@@ -79,6 +80,8 @@ def _facts(
         if config.draft_vocab_size < config.vocab_size:
             vocabulary = f"{config.draft_vocab_size} of {config.vocab_size}, mapped by d2t"
     yield "vocabulary", vocabulary
+    if isinstance(config, MixtureConfig):
+        yield "experts", f"{config.num_experts}, of which a token uses {config.num_experts_per_tok}"
     yield "rope_theta", f"{config.rope_theta:g}"
     if any(windows := getattr(config, "windows", ())):
         sizes = ", ".join(map(str, sorted(set(windows) - {0})))
