@@ -8,12 +8,9 @@ the last token, which rows predict which tokens, and how target layers are numbe
 import dataclasses
 import logging
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from specjax.checkpoints.checkpoint import Checkpoint
 from specjax.checkpoints.draft import canonical_source, check_vocabulary
@@ -51,8 +48,6 @@ _REFUSED = {
 }
 _EAGLE_IDS = "eagle_aux_hidden_state_layer_ids"
 _ALIASES = {"encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."}
-# of copies, every 32nd row is compared; rounding to bfloat16 makes a relative difference of 0.002
-STEP, MAX_DIFFERENCE = 32, 0.05
 _COPIES = ("t2d", "rotary_emb.", "verifier_norm.", "verifier_lm_head.", "embed_tokens.")
 
 
@@ -85,19 +80,9 @@ class BlockCheckpoint(Checkpoint[BlockConfig]):
     def check_values(self, source: TensorSource) -> None:
         check_vocabulary(source, self.config)
 
-    def compare_copies(self, target: Mapping[str, Any]) -> None:
-        """Warn if copies of the target's embeddings or output head differ from its weights."""
-        source, table = self._open_source(), target["embedding.table"][::STEP]
-        copies = {"embed_tokens.weight": table, "lm_head.weight": table}
-        if "lm_head.kernel" in target:
-            copies["lm_head.weight"] = target["lm_head.kernel"][:, ::STEP].T
-        elif "lm_head.kernel.values" in target:
-            del copies["lm_head.weight"]  # it was quantised, so it differs
-        for name, ref in copies.items():
-            raw = np.asarray(source.read(name)[::STEP] if name in source.infos else ref, np.float32)
-            if raw.shape == ref.shape and abs(raw - ref).sum() > MAX_DIFFERENCE * abs(raw).sum():
-                text = "%r in %s differs from the target's, which is used: drafts may be rejected"
-                logger.warning(text, name, source.infos[name].path)
+    @property
+    def copies(self) -> tuple[tuple[str, str], ...]:
+        return (("embed_tokens.weight", "lm_head.weight"),)
 
     def is_ignored(self, name: str) -> bool:
         """Whether the tensor is a vocabulary map or a copy of a target tensor."""

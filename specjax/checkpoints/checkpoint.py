@@ -20,6 +20,8 @@ from specjax.models.declare import Recipe, Recipes
 from specjax.models.flat import recipes_of
 
 GROUP = 128  # inputs that share a scale if a matrix is quantised to 4 bits while it is loaded
+# of copies, every 32nd row is compared; rounding to bfloat16 makes a relative difference of 0.002
+STEP, MAX_DIFFERENCE = 32, 0.05
 C = TypeVar("C", bound=TransformerConfig)
 
 logger = logging.getLogger(__name__)
@@ -117,8 +119,27 @@ class Checkpoint(Generic[C]):
         is_equal = self.config == other.config and exponents[0] == exponents[1]
         return is_equal and self.path.resolve() == other.path.resolve()
 
+    @property
+    def copies(self) -> tuple[tuple[str, str], ...]:
+        """Pairs of tensors that may repeat the target's embeddings and its output head."""
+        return ()
+
     def compare_copies(self, target: Mapping[str, Any]) -> None:
-        """Warn if its copies of the target's weights differ from these."""
+        """Warn if copies of the target's embeddings or output head differ from its weights."""
+        if not self.copies:
+            return
+        source, table = self._open_source(), target["embedding.table"][::STEP]
+        refs = {name: table for names in self.copies for name in names}
+        for _, name in self.copies:
+            if "lm_head.kernel" in target:
+                refs[name] = target["lm_head.kernel"][:, ::STEP].T
+            elif "lm_head.kernel.values" in target:
+                del refs[name]  # it was quantised, so it differs
+        for name, ref in refs.items():
+            raw = np.asarray(source.read(name)[::STEP] if name in source.infos else ref, np.float32)
+            if raw.shape == ref.shape and abs(raw - ref).sum() > MAX_DIFFERENCE * abs(raw).sum():
+                text = "%r in %s differs from the target's, which is used: drafts may be rejected"
+                logger.warning(text, name, source.infos[name].path)
 
     def canonical_name(self, name: str) -> str:
         """Map the published name of a tensor to its name in :meth:`recipes`."""
