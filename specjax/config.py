@@ -237,6 +237,8 @@ class ModelConfig(TransformerConfig):
     """
 
     model_type: str
+    # number of the first layer; those of multi-token prediction modules follow the target's
+    first_layer: int = 0
     tie_word_embeddings: bool = False
     qkv_bias: bool = False
     output_bias: bool = False

@@ -1,6 +1,7 @@
 """Open drafts: EAGLE heads, draft models and multi-token prediction (MTP) modules."""
 
 import dataclasses
+import itertools
 import os
 import re
 from collections.abc import Callable
@@ -12,11 +13,14 @@ import numpy as np
 
 from specjax.checkpoints.checkpoint import Checkpoint
 from specjax.checkpoints.huggingface import check_pair, draft_config, huggingface_config
+from specjax.checkpoints.quantization import with_plain
 from specjax.checkpoints.target import TargetCheckpoint, embedded_head, locate, open_target
 from specjax.checkpoints.tensors import FLOATS, TensorSource, open_directory
 from specjax.config import BlockConfig, DraftConfig, ModelConfig
 from specjax.json_file import Fields, Size
-from specjax.models.eagle import MTP_PREFIX, MtpHead, build_head
+from specjax.models.eagle import MtpHead, build_head
+from specjax.models.family import Modules
+from specjax.models.registry import FAMILIES, family_of
 
 
 @dataclass(frozen=True)
@@ -213,9 +217,6 @@ def _tokens(model: TargetCheckpoint) -> dict[int, str]:
     return {i: token for token, i in backend.get_vocab(with_added_tokens=True).items()}
 
 
-_EXPERTS = re.compile(r"\.mlp\.(experts|shared_experts?|gate)\.")
-
-
 @dataclass(frozen=True)
 class MtpCheckpoint(Checkpoint[ModelConfig]):
     """The MTP modules that draft; all other tensors in their files are ignored."""
@@ -230,8 +231,29 @@ class MtpCheckpoint(Checkpoint[ModelConfig]):
         )
 
     def is_ignored(self, name: str) -> bool:
-        """Whether the tensor belongs to the target or to a module that does not draft."""
-        return _module_of(name) not in range(self.config.num_layers)
+        """Whether the tensor is not of a module that drafts, or is a copy of a target tensor."""
+        return not name.startswith(self._prefixes) or any(name in pair for pair in self.copies)
+
+    @property
+    def copies(self) -> tuple[tuple[str, str], ...]:
+        if (names := family_of(self.config).modules.copies) is None:
+            return ()
+        return tuple((at + names[0], at + names[1]) for at in self._prefixes)
+
+    @property
+    def _prefixes(self) -> tuple[str, ...]:
+        config, stored = self.config, family_of(self.config).modules
+        return tuple(stored.prefix(config.first_layer, i) for i in range(config.num_layers))
+
+
+def module_prefixes(source: TensorSource, config: Fields) -> tuple[str, ...]:
+    """Prefixes of the tensors of all multi-token prediction modules in a checkpoint."""
+    family = FAMILIES.get(config.get("model_type", str, ""))
+    stored = Modules() if family is None else family.modules
+    first = config.get("num_hidden_layers", Size, 0)
+    prefixes = (stored.prefix(first, i) for i in itertools.count())
+    counted = itertools.takewhile(lambda at: any(x.startswith(at) for x in source.infos), prefixes)
+    return tuple(counted)
 
 
 def open_mtp(
@@ -248,7 +270,7 @@ def open_mtp(
         target: the target model, whose family, embeddings and output head the modules share.
 
     Raises:
-        ValueError: if modules are missing, do not fit the target or are mixtures of experts.
+        ValueError: if modules are missing or do not fit the target.
     """
     path = target.path if draft is None else locate(draft, "draft")
     if not (path / "config.json").is_file():
@@ -257,14 +279,14 @@ def open_mtp(
             f"directory, and {path} is not one; pass draft=DIRECTORY"
         )
     source = open_directory(path)
-    names = [name for name in source.infos if name.startswith(MTP_PREFIX)]
-    if experts := next(filter(_EXPERTS.search, names), None):
-        raise ValueError(f"{path}: tensor {experts!r}: mixture of experts is not supported")
-    stated = Fields.read(path / "config.json").get("num_nextn_predict_layers", Size, 0)
-    count = len(set(map(_module_of, names)))
+    fields = Fields.read(path / "config.json")
+    model = huggingface_config(path, target.config.dtype, of_draft=True)
+    prefixes = module_prefixes(source, fields)
+    count, stated = len(prefixes), fields.get("num_nextn_predict_layers", Size, 0)
     if not count or count < stated:
+        at = family_of(model).modules.at
         raise ValueError(
-            f"{path} has tensors {MTP_PREFIX}* of {count} multi-token prediction modules, but "
+            f"{path} has tensors {at}* of {count} multi-token prediction modules, but "
             f"num_nextn_predict_layers={stated}; pass draft=DIRECTORY of a checkpoint with them"
         )
     if num_modules > count:
@@ -272,7 +294,6 @@ def open_mtp(
             f"speculative_num_steps={num_modules} needs {num_modules} modules, but {path} has "
             f"{count}; lower it (with adaptive speculation, candidate_steps) to {count}"
         )
-    model = huggingface_config(path, target.config.dtype, of_draft=True)
     check_pair(path / "config.json", model.vocab_size, model.hidden_size, target.config)
     theta = model.rope_theta if rope_theta is None else rope_theta
     if len(set(model.windows)) > 1 or len(set(model.layer_ropes)) > 1:
@@ -282,15 +303,11 @@ def open_mtp(
         )
     windows, ropes = (values[:1] * num_modules for values in (model.windows, model.layer_ropes))
     if (format := model.quantization) is not None:
-        is_plain = all(source.infos[name].dtype in FLOATS for name in names)
+        infos = (x for name, x in source.infos.items() if name.startswith(prefixes))
+        is_plain = all(info.dtype in FLOATS for info in infos)
         stored_format = None if is_plain else dataclasses.replace(format, plain=())
         model = dataclasses.replace(model, quantization=stored_format)
     sizes: Any = {"num_layers": num_modules, "windows": windows, "layer_ropes": ropes}
+    sizes["first_layer"] = model.num_layers
     config = dataclasses.replace(model, rope_theta=theta, kv_exponents=(), **sizes)
-    return MtpCheckpoint(config, path, lambda: source)
-
-
-def _module_of(name: str) -> int | None:
-    """Return the index of the module that a tensor belongs to; ``None`` for other tensors."""
-    match = re.match(re.escape(MTP_PREFIX) + r"(\d+)\.", name)
-    return int(match[1]) if match else None
+    return MtpCheckpoint(with_plain(config, lambda: source, MtpHead), path, lambda: source)

@@ -23,7 +23,7 @@ from specjax.checks import check_integer, check_regular
 from specjax.config import BlockConfig, DraftConfig, ModelConfig, Quantization, TransformerConfig
 from specjax.models.block import BlockDraft
 from specjax.models.declare import Recipes
-from specjax.models.eagle import MTP_PREFIX, build_head
+from specjax.models.eagle import build_head
 from specjax.models.flat import recipes_of
 
 # published name of a setting -> our name
@@ -133,7 +133,7 @@ def export_fp8(
         "format": "float-quantized",
         "quantization_status": "compressed",
         "config_groups": {"group_0": scheme},
-        "ignore": ["lm_head", f"re:{re.escape(MTP_PREFIX)}.*", *_ROUTERS],
+        "ignore": ["lm_head", *(f"re:{re.escape(x)}.*" for x in target.modules), *_ROUTERS],
     }
     directory.mkdir(parents=True, exist_ok=True)
     for file in copied:

@@ -131,13 +131,15 @@ def _compressed_format(stated: Fields) -> dict[str, Any]:
     return values
 
 
-def with_plain(config: ModelConfig, open_source: Callable[[], TensorSource]) -> ModelConfig:
+def with_plain(
+    config: ModelConfig, open_source: Callable[[], TensorSource], network: Any = CausalLM
+) -> ModelConfig:
     """The configuration with the projections that a quantised checkpoint stores whole."""
     if (format := config.quantization) is None:
         return config
     source, plain = open_source(), list[str]()
     stored = {name.removesuffix(PACKED): info for name, info in source.infos.items()}
-    for weight, recipe in recipes_of(CausalLM, config).items():
+    for weight, recipe in recipes_of(network, config).items():
         if weight.endswith(".values"):
             names = [tensor.name for tensor in recipe.parts if tensor.name in stored]
             floats = [name for name in names if stored[name].dtype in FLOATS]

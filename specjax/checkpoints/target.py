@@ -23,7 +23,8 @@ from specjax.checkpoints.tensors import FLOATS, TensorSource, cast, copy_header
 from specjax.config import DTYPES, EMBEDDED_MODELS, ModelConfig
 from specjax.json_file import read_text
 from specjax.models.decoder import CausalLM
-from specjax.models.eagle import MTP_PREFIX
+from specjax.models.family import MTP_PREFIX
+from specjax.models.registry import family_of
 from specjax.text.tokenizer import Tokenizer
 
 _OUTPUT = "lm_head.weight"
@@ -242,10 +243,14 @@ class TargetCheckpoint(Checkpoint[ModelConfig]):
         """Whether a tensor is a copy of tied embeddings, or of an MTP module or of images."""
         is_head = name.removeprefix(_OUTPUT) in ("", *SUFFIXES)
         is_copy = self.config.tie_word_embeddings and is_head
+        return is_copy or name.startswith(self.modules) or OF_IMAGES.match(name) is not None
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """Prefixes of the tensors of modules for multi-token prediction."""
         start, count = self.config.num_layers, getattr(self.config, "num_nextn_predict_layers", 0)
-        modules = tuple(f"model.layers.{start + i}." for i in range(count))
-        is_copy |= name.startswith(modules)
-        return is_copy or name.startswith(MTP_PREFIX) or OF_IMAGES.match(name) is not None
+        stored = family_of(self.config).modules
+        return MTP_PREFIX, *(stored.prefix(start, i) for i in range(count))
 
 
 def open_target(

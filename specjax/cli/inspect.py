@@ -11,7 +11,7 @@ from typing import Any
 
 from specjax.checkpoints.block import open_block
 from specjax.checkpoints.checkpoint import Checkpoint
-from specjax.checkpoints.draft import open_draft, open_draft_model, open_mtp
+from specjax.checkpoints.draft import module_prefixes, open_draft, open_draft_model, open_mtp
 from specjax.checkpoints.target import TargetCheckpoint, fetch_headers, locate, open_target
 from specjax.checkpoints.tensors import TensorSource, open_directory
 from specjax.config import FeatureConfig, ModelConfig
@@ -104,7 +104,7 @@ def _open(path: Path, target: TargetCheckpoint | None) -> Opened:
         return _language_model(path, target)
     fields, source = Fields.read(path / "config.json"), open_directory(path)
     names = {name.removeprefix("model.") for name in source.infos}
-    if modules := {name.split(".")[1] for name in names if name.startswith("mtp_layers.")}:
+    if modules := module_prefixes(source, fields):
         pair = target or open_target(path, knob="draft")
         opened = open_mtp(path, pair, num_modules=len(modules))
         return opened, MULTI_LAYER_EAGLE.name, "multi-token prediction modules"

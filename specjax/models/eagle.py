@@ -25,7 +25,7 @@ from specjax.config import BlockConfig, DraftConfig, ModelConfig
 from specjax.kernels.add_norm import whole
 from specjax.models.declare import Part, weight
 from specjax.models.decoder import CausalLM, TargetVocabulary
-from specjax.models.family import draft_kinds
+from specjax.models.family import Modules, draft_kinds
 from specjax.models.layers import (
     MLP,
     Attend,
@@ -38,11 +38,8 @@ from specjax.models.layers import (
     Store,
     pick_row,
 )
-from specjax.models.registry import layer_kinds
+from specjax.models.registry import family_of, layer_kinds
 from specjax.models.rope import rope_tables
-
-# of the tensors of multi-token prediction modules, as in MiMo's checkpoints
-MTP_PREFIX = "model.mtp_layers."
 
 
 class DraftVocabulary(nnx.Variable):
@@ -232,16 +229,15 @@ def build_head(config: DraftConfig, implementation: str | None = None) -> Eagle3
 class MtpModule(nnx.Module):
     """Two input norms, a projection of the joined inputs, a decoder layer and a final norm."""
 
-    def __init__(self, config: ModelConfig, kind: LayerKind, at: str) -> None:
+    def __init__(self, config: ModelConfig, kind: LayerKind, at: str, stored: Modules) -> None:
         size = config.hidden_size
         norm = partial(RMSNorm, config, size)
-        self.hidden_norm = norm(f"{at}hidden_layernorm")
-        self.token_norm = norm(f"{at}token_layernorm")
-        self.fc = Linear(
-            2 * size, Part(f"{at}input_proj", (size,)), bias=False, dtypes=config.dtypes
-        )
+        self.hidden_norm = norm(at + stored.hidden_norm)
+        self.token_norm = norm(at + stored.token_norm)
+        projection = Part(at + stored.projection, (size,))
+        self.fc = Linear(2 * size, projection, bias=False, dtypes=config.dtypes)
         self.layer = DecoderLayer(config, kind, at)
-        self.norm = norm(f"{at}final_layernorm", implementation=kind.implementation)
+        self.norm = norm(at + stored.norm, implementation=kind.implementation)
 
 
 class MtpHead(TargetVocabulary, nnx.Module):
@@ -249,29 +245,45 @@ class MtpHead(TargetVocabulary, nnx.Module):
 
     To predict token ``i + k + 2``, module ``k`` reads the embedding of token ``i + k + 1`` and the
     state at token ``i``. The state comes from module ``k - 1``, or for module 0 from the target's
-    last hidden layer. Both inputs are normalised, joined as ``[state, embedding]``, projected to
+    last hidden layer. Both inputs are normalised, joined in the order of the family, projected to
     the hidden width, and passed through a decoder layer of the target's family and a final norm.
     The next module and the target's output head read the result.
 
-    Sources: DeepSeek-V3 (arXiv 2412.19437), and the dense modules of MiMo-7B (arXiv 2505.07608).
+    Sources: DeepSeek-V3 (arXiv 2412.19437), the dense modules of MiMo-7B (arXiv 2505.07608), and
+    the mixtures of GLM-4.5 (arXiv 2508.06471).
     """
 
     def __init__(self, config: ModelConfig, implementation: str | None = None) -> None:
         self.config = config
         kinds = enumerate(layer_kinds(config, implementation))
-        self.modules = nnx.List(MtpModule(config, kind, f"{MTP_PREFIX}{i}.") for i, kind in kinds)
+        stored = family_of(config).modules
+        self.is_token_first = stored.is_token_first
+        self.modules = nnx.List(
+            MtpModule(config, kind, stored.prefix(config.first_layer, i), stored)
+            for i, kind in kinds
+        )
 
     def __call__(
-        self, index: int, embeds: Array, hidden: Array, positions: Array, kv: Any, attend: Attend
+        self,
+        index: int,
+        embeds: Array,
+        hidden: Array,
+        positions: Array,
+        kv: Any,
+        attend: Attend,
+        is_real: Array | None = None,
     ) -> tuple[Array, Any]:
         """Run module ``index``, which uses that layer of ``kv``; return its states ``[B, T, D]``.
 
         ``embeds`` and ``hidden`` are ``[B, T, D]``; ``hidden`` is at positions i32 ``[B, T]``.
+        Where ``is_real``, bool ``[B, T]``, is false, the states are not used.
         """
         module = self.modules[index]
-        x = jnp.concatenate([module.hidden_norm(hidden), module.token_norm(embeds)], axis=-1)
+        inputs = [module.hidden_norm(hidden), module.token_norm(embeds)]
+        x = jnp.concatenate(inputs[::-1] if self.is_token_first else inputs, axis=-1)
         rope = rope_tables(module.layer.kind.rope, positions)
-        _, x, delta, kv = module.layer(module.fc(x), None, rope, kv, index, attend)
+        layer = partial(module.layer, is_real=is_real)
+        _, x, delta, kv = layer(module.fc(x), None, rope, kv, index, attend)
         return module.norm.add(x, delta)[1], kv
 
     def embed(self, tokens: Array, target: CausalLM) -> Array:

@@ -48,7 +48,7 @@ class MixtureConfig(ModelConfig):
     shared_expert_intermediate_size: int = 0
     has_shared_expert_gate: bool = False
     dense_layers: tuple[int, ...] = ()  # layers with a plain feed-forward
-    num_nextn_predict_layers: int = 0  # layers after the last one, which are ignored
+    num_nextn_predict_layers: int = 0  # modules for multi-token prediction
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -198,7 +198,7 @@ def mixture_layers(config: MixtureConfig, **differences: Any) -> tuple[LayerKind
     kinds = alike(config, **differences)
     return tuple(
         kind if i in config.dense_layers else replace(kind, feed_forward=Experts)
-        for i, kind in enumerate(kinds)
+        for i, kind in enumerate(kinds, config.first_layer)
     )
 
 

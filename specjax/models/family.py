@@ -46,6 +46,31 @@ class GGUF:
     derive: Callable[[Fields], dict[str, Any]] = field(default=lambda config: {})
 
 
+MTP_PREFIX = "model.mtp_layers."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Modules:
+    """How files store modules for multi-token prediction (MTP). The defaults are MiMo's.
+
+    ``at`` is the prefix of the tensors of a module: ``{index}`` counts modules, and ``{layer}``
+    continues the numbers of the target's layers.
+    """
+
+    at: str = MTP_PREFIX + "{index}."
+    hidden_norm: str = "hidden_layernorm"
+    token_norm: str = "token_layernorm"
+    projection: str = "input_proj"  # of both inputs, joined
+    norm: str = "final_layernorm"
+    is_token_first: bool = False  # inputs are joined as [embedding, state], not [state, embedding]
+    # tensors that repeat the target's embeddings and its output head
+    copies: tuple[str, str] | None = None
+
+    def prefix(self, first_layer: int, index: int) -> str:
+        """The prefix of a module's tensors. ``first_layer`` is the layer number of module 0."""
+        return self.at.format(index=index, layer=first_layer + index)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Family:
     """A model family: its configuration reader and the kinds of its layers."""
@@ -57,6 +82,7 @@ class Family:
     config: type[ModelConfig] = ModelConfig
     defaults: Mapping[str, Any] = field(default_factory=dict)  # keys that config.json may omit
     gguf: GGUF | None = None  # None: GGUF files are refused
+    modules: Modules = Modules()
 
 
 def attention_biases(config: Fields) -> dict[str, Any]:

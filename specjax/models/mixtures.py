@@ -7,7 +7,7 @@ from typing import Any
 
 from specjax.json_file import Fields, Flag, PositiveSize, Size
 from specjax.models.experts import MixtureConfig, mixture_layers, read_experts
-from specjax.models.family import GGUF, Family, attention_biases, layer_windows
+from specjax.models.family import GGUF, Family, Modules, attention_biases, layer_windows
 from specjax.models.llama import GRANITE, MISTRAL
 from specjax.models.qwen import QWEN2, QWEN3
 
@@ -121,4 +121,13 @@ GLM4_MOE = _family(
     layers=partial(mixture_layers, renamed=(("shared_expert", "shared_experts"),)),
     defaults={"partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5},
     gguf=None,
+    modules=Modules(
+        at="model.layers.{layer}.",
+        hidden_norm="hnorm",
+        token_norm="enorm",
+        projection="eh_proj",
+        norm="shared_head.norm",
+        is_token_first=True,
+        copies=("embed_tokens.weight", "shared_head.head.weight"),
+    ),
 )

@@ -12,6 +12,9 @@ each module's state at the last accepted row, because the next module's first ro
 later pass. ``propose`` runs module ``k`` over the ``k`` tokens drafted so far; the next ``extend``
 writes these rows again. Near the start of a text, and after a prefix-cache hit, the first rows of a
 module have no position, or one that must not be overwritten. :func:`skip_rows` leaves them out.
+
+Position 0 is like any other, as in SGLang. For GLM-4.5, vLLM replaces its embedding by zeros, which
+changes one key and value of the module. Only drafts can differ.
 """
 
 from dataclasses import dataclass, replace
@@ -133,7 +136,8 @@ class MultiLayerEagle(NetworkAlgorithm):
             moved = jnp.where(segments.is_real, moved, 0)
             attend = batch.pages.attend_packed(replace(segments, starts=starts, positions=moved))
             inputs = (x[source][None] for x in (embeds, hidden))
-            outputs, state = draft(module, *inputs, moved[None], state, attend)
+            is_real = segments.is_real[None]
+            outputs, state = draft(module, *inputs, moved[None], state, attend, is_real)
             hidden = outputs[0, jnp.maximum(place - skipped, 0)]
             newest.append(hidden[last])
         lens = chunks.positions[0, last] + 1
@@ -147,7 +151,7 @@ class MultiLayerEagle(NetworkAlgorithm):
         hidden, states = rows.hidden[:, :1], [rows.hidden[:, :1]]
         for module in range(1, shape.steps):
             embeds = batch.draft.embed(jnp.stack(drafts, axis=1), batch.target)
-            outputs, state = run_module(batch, state, module, embeds, hidden)
+            outputs, state = run_module(batch, state, module, embeds, hidden, module)
             lens = batch.seq_lens[:, None] + module + 1
             score, ids = chain_token(batch, outputs[:, -1:], lens)
             scores.append(score)
@@ -172,7 +176,7 @@ class MultiLayerEagle(NetworkAlgorithm):
         for module in range(len(batch.draft.modules)):
             if module:
                 hidden = jnp.concatenate([rows.hidden[:, module - 1, None], hidden[:, :-1]], axis=1)
-            hidden, state = run_module(batch, state, module, embeds, hidden)
+            hidden, state = run_module(batch, state, module, embeds, hidden, counts[:, None])
             newest.append(pick_row(hidden, verified.num_accepted_drafts)[:, 0])
         following = next_input(batch, jnp.stack(newest, axis=1), batch.seq_lens + counts)
         if shape.steps == 0:
@@ -188,9 +192,14 @@ def skip_rows(x: Array, counts: Array) -> Array:
 
 
 def run_module(
-    batch: Batch, state: State, module: int, embeds: Array, hidden: Array
+    batch: Batch,
+    state: State,
+    module: int,
+    embeds: Array,
+    hidden: Array,
+    counts: Array | int,
 ) -> tuple[Array, Array]:
-    """Run a module over the T rows from row ``seq_lens`` on.
+    """Run a module over the T rows from row ``seq_lens`` on, of which ``counts`` are used.
 
     Returns states ``[B, T, D]``, invalid in rows before the start of a text, and the KV pool.
     """
@@ -199,9 +208,11 @@ def run_module(
     skipped = starts - batch.seq_lens + module
     if module:
         embeds, hidden = skip_rows(embeds, skipped), skip_rows(hidden, skipped)
-    positions = starts[:, None] + jnp.arange(width, dtype=jnp.int32)
+    places = jnp.arange(width, dtype=jnp.int32)
+    positions = starts[:, None] + places
+    is_real = (skipped[:, None] + places < counts) & (batch.slots > 0)[:, None]
     attend = batch.pages.attend(starts, width)
-    outputs, state = batch.draft(module, embeds, hidden, positions, state, attend)
+    outputs, state = batch.draft(module, embeds, hidden, positions, state, attend, is_real)
     return skip_rows(outputs, -skipped) if module else outputs, state
 
 

@@ -78,11 +78,11 @@ def test_refusals(tmp_path: Path) -> None:
         opened(few, 1)
     with pytest.raises(ValueError, match="the head has vocab_size=50, but the target has 61"):
         opened(path, 1, write_mimo(tmp_path / "small", vocab_size=50))
-    experts = target_tensors() | module_tensors()
+    experts = add_biases(target_tensors() | module_tensors(), QKV)
     experts["model.mtp_layers.0.mlp.experts.0.up_proj.weight"] = np.zeros((2, 2), np.float32)
     mixed = write_folder(tmp_path / "experts", CONFIG | MIMO, experts)
-    with pytest.raises(ValueError, match="mixture of experts is not supported"):
-        opened(path, 1, mixed)
+    with pytest.raises(ValueError, match="has 1 tensors that the model does not use"):
+        opened(path, 1, mixed).check_weights()
     extra = {"model.mtp_layers.0.extra.weight": np.zeros(3, np.float32)}
     tensors = add_biases(target_tensors() | module_tensors(), QKV) | extra
     more = write_folder(tmp_path / "more", CONFIG | MIMO, tensors)

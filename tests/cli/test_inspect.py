@@ -19,6 +19,7 @@ from specjax.testing.models import SIZES as MODEL_SIZES
 from specjax.testing.models import copying_head, copying_target
 
 from ..support.block_files import CASES, BlockCase, publish, random_tensors
+from ..support.checkpoint_files import write_glm
 from ..support.model_files import write_draft_model, write_eagle_head, write_model, write_modules
 
 SIZES: dict[str, Any] = {"vocab": 98, "hidden": 32, "target_hidden": 32, "target_layers": 2}
@@ -111,6 +112,12 @@ def test_a_mixture_states_its_experts(tmp_path: Path, capsys: Any) -> None:
     )
     status, facts = inspect(capsys, write_model(tmp_path / "model", config))
     assert (status, facts["experts"]) == (0, "6, of which a token uses 2")
+
+
+def test_modules_after_the_layers(tmp_path: Path, capsys: Any) -> None:
+    status, facts = inspect(capsys, write_glm(tmp_path / "glm"))
+    assert (status, facts["algorithm"]) == (0, "MULTI_LAYER_EAGLE")
+    assert facts["layers"] == "1 of width 32"
 
 
 @pytest.mark.parametrize(

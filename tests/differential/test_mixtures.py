@@ -59,6 +59,40 @@ def write_mixture(path: Path, target: Path) -> Path:
     return path
 
 
+def write_glm(path: Path, mixture: Path) -> Path:
+    """Write a mixture as a GLM-4.5 with a module, which applies layer 0 to the last token."""
+    config: dict[str, Any] = json.loads((mixture / "config.json").read_text())
+    del config["num_experts"], config["mlp_only_layers"]
+    config |= {"model_type": "glm4_moe", "architectures": ["Glm4MoeForCausalLM"]}
+    config |= {"n_routed_experts": NUM_EXPERTS, "n_shared_experts": 1, "use_qk_norm": True}
+    config |= {"first_k_dense_replace": 0, "partial_rotary_factor": 1.0}
+    config |= {"num_nextn_predict_layers": 1}
+    tensors = load_file(mixture / "model.safetensors")
+    rng, size, count = np.random.default_rng(4), CONFIG.hidden_size, CONFIG.num_layers
+    for i in range(count):
+        mlp = f"model.layers.{i}.mlp."
+        bias = 0.3 * rng.normal(size=NUM_EXPERTS)
+        tensors[f"{mlp}gate.e_score_correction_bias"] = bias.astype(np.float32)
+        for name in ("gate_proj", "up_proj", "down_proj"):
+            expert = tensors[f"{mlp}experts.0.{name}.weight"]
+            tensors[f"{mlp}shared_experts.{name}.weight"] = rng.permuted(expert)
+    first, module = "model.layers.0.", f"model.layers.{count}."
+    copied = {name: x for name, x in tensors.items() if name.startswith(first)}
+    tensors |= {name.replace(first, module): x for name, x in copied.items()}
+    ones = np.ones(size, np.float32)
+    tensors |= {f"{module}{name}.weight": ones for name in ("enorm", "hnorm")}
+    tensors[f"{module}eh_proj.weight"] = np.eye(size, 2 * size, dtype=np.float32)
+    tensors[f"{module}shared_head.norm.weight"] = tensors["model.norm.weight"]
+    tensors[f"{module}shared_head.head.weight"] = tensors["lm_head.weight"]
+    tensors[f"{module}embed_tokens.weight"] = tensors["model.embed_tokens.weight"]
+    path.mkdir()
+    save_file(tensors, path / "model.safetensors")
+    (path / "config.json").write_text(json.dumps(config))
+    for file in mixture.glob("*token*"):
+        (path / file.name).write_text(file.read_text())
+    return path
+
+
 @pytest.fixture(scope="module")
 def mixture(files: Files, tmp_path_factory: pytest.TempPathFactory) -> Files:
     folder = tmp_path_factory.mktemp("mixtures")
@@ -92,5 +126,40 @@ def test_engines_equal_plain_decoding(mixture, drafts, plain, index, device) -> 
     trial = Trial(mixture, plain, np.random.default_rng(index), options)
     counts = trial.run(BATCHES)
     print(row, dict(counts))
+    for seen in SEEN:
+        assert counts[seen] > 0, seen
+
+
+@pytest.fixture(scope="module")
+def glm(mixture: Files, tmp_path_factory: pytest.TempPathFactory) -> Files:
+    folder = tmp_path_factory.mktemp("glm")
+    return replace(mixture, target=write_glm(folder / "glm", mixture.target))
+
+
+# GLM-4.5 drafts with the mixture in its own checkpoint
+OWN_MODULE: dict[str, Any] = {
+    "speculative_algorithm": "MULTI_LAYER_EAGLE",
+    "speculative_num_steps": 1,
+    "draft": None,
+}
+
+
+@pytest.mark.slow
+def test_tokens_of_a_targets_own_module_are_those_of_dense_decoding(glm: Files) -> None:
+    prompts = np.random.default_rng(0).integers(60, size=(4, 30)).tolist()
+    with glm.engine(dtype="float32", **OWN_MODULE) as engine:
+        assert check_tokens(engine, prompts, count=40) > 20
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_an_engine_with_its_own_module_equals_plain_decoding(glm: Files) -> None:
+    row = ("MULTI_LAYER_EAGLE", "chain", "ahead", 4, "here", "fixed", 1)
+    reference = Reference.of(glm)
+    try:
+        trial = Trial(glm, reference, np.random.default_rng(1), OWN_MODULE | serving(row))
+        counts = trial.run(BATCHES)
+    finally:
+        reference.close()
     for seen in SEEN:
         assert counts[seen] > 0, seen

@@ -3,14 +3,18 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from specjax.engine.args import EngineArgs
 from specjax.runtime.runner import ModelRunner
 from specjax.sampling.params import SamplingParams
+from specjax.speculative.multi_layer_eagle import run_module
 from specjax.types import DraftShape
 
 from ..support.runners import plain_outputs
@@ -158,6 +162,24 @@ def test_tiers_keep_all_modules_up_to_date():
     assert {len(drafts) for _, _, drafts in proposed} == {1, 3}
     seeds = [request.seed for request in requests]
     assert [r.output_ids for r in requests] == plain_outputs(PROMPTS, GREEDY, seeds)
+
+
+def test_only_used_rows_of_requests_are_real() -> None:
+    """Module 1 has no row before the start of a text, and a request of slot 0 is padding."""
+
+    def draft(module, embeds, hidden, positions, state, attend, is_real):
+        return hidden, is_real
+
+    @jax.jit
+    def run(lens, slots, counts):
+        pages = SimpleNamespace(attend=lambda starts, width: None)
+        batch: Any = SimpleNamespace(draft=draft, pages=pages, seq_lens=lens, slots=slots)
+        rows = jnp.zeros((3, 4, 2))
+        return run_module(batch, None, 1, rows, rows, counts)[1]
+
+    lens, slots = np.array([0, 5, 9], np.int32), np.array([3, 1, 0], np.int32)
+    is_real = run(lens, slots, np.array([[3], [1], [4]], np.int32))
+    assert is_real.astype(int).tolist() == [[1, 1, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]]
 
 
 def arguments(**changes: Any) -> EngineArgs:

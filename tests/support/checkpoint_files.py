@@ -58,6 +58,26 @@ PEAGLE = {
     },
 }
 MIMO = {"model_type": "mimo", "architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 2}
+# a dense layer and two mixtures, and the module, which is layer 3
+EXPERTS, EXPERT_INNER = 6, 16
+GLM: dict[str, Any] = {
+    "model_type": "glm4_moe",
+    "architectures": ["Glm4MoeForCausalLM"],
+    "attention_bias": True,
+    "use_qk_norm": True,
+    "head_dim": DIM,
+    "partial_rotary_factor": 0.5,
+    "n_routed_experts": EXPERTS,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": EXPERT_INNER,
+    "n_shared_experts": 1,
+    "n_group": 2,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "first_k_dense_replace": 1,
+    "num_nextn_predict_layers": 1,
+}
 QKV = ("q_proj", "k_proj", "v_proj")
 Tensors = dict[str, np.ndarray]
 
@@ -195,6 +215,37 @@ def module_tensors(count: int = 2) -> Tensors:
 def write_mimo(path: Path, count: int = 2, **changes: Any) -> Path:
     tensors = add_biases(target_tensors() | module_tensors(count), QKV)
     return write_folder(path, CONFIG | MIMO | changes, tensors)
+
+
+def glm_tensors() -> Tensors:
+    """Random tensors of a small GLM-4.5 and its module under published names."""
+    rng = np.random.default_rng(11)
+    tensors = target_tensors()
+    layer, module = "model.layers.1.", f"model.layers.{LAYERS}."
+    for name in [name for name in tensors if name.startswith(layer)]:
+        tensors[name.replace(layer, module)] = normal(rng, *tensors[name].shape)
+    shapes = {"eh_proj": (HIDDEN, 2 * HIDDEN)}
+    shapes |= dict.fromkeys(("enorm", "hnorm", "shared_head.norm"), (HIDDEN,))
+    tensors |= {f"{module}{name}.weight": normal(rng, *shape) for name, shape in shapes.items()}
+    tensors[f"{module}embed_tokens.weight"] = tensors["model.embed_tokens.weight"]
+    tensors[f"{module}shared_head.head.weight"] = tensors["lm_head.weight"]
+    for i in range(LAYERS + 1):
+        at = f"model.layers.{i}."
+        tensors |= {f"{at}self_attn.{x}_norm.weight": normal(rng, DIM) for x in "qk"}
+        if i == 0:
+            continue
+        for name in ("gate_proj", "up_proj", "down_proj"):
+            del tensors[f"{at}mlp.{name}.weight"]
+            shape = (EXPERT_INNER, HIDDEN) if name != "down_proj" else (HIDDEN, EXPERT_INNER)
+            owners = [f"experts.{j}" for j in range(EXPERTS)] + ["shared_experts"]
+            tensors |= {f"{at}mlp.{x}.{name}.weight": normal(rng, *shape) for x in owners}
+        tensors[f"{at}mlp.gate.weight"] = normal(rng, EXPERTS, HIDDEN)
+        tensors[f"{at}mlp.gate.e_score_correction_bias"] = normal(rng, EXPERTS)
+    return add_biases(tensors, QKV)
+
+
+def write_glm(path: Path, tensors: Tensors | None = None, **changes: Any) -> Path:
+    return write_folder(path, CONFIG | GLM | changes, glm_tensors() if tensors is None else tensors)
 
 
 GGUF_NAMES = {
