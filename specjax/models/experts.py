@@ -142,9 +142,9 @@ class Experts(nnx.Module):
                 gate = plain_dot(rows, self.shared_gate[...], jnp.float32, **how)
                 shared = (shared.astype(jnp.float32) * jax.nn.sigmoid(gate)).astype(x.dtype)
             sums = jnp.concatenate([sums, shared.astype(sums.dtype)[None]])
-        if len(rows) > MAX_SUMMED_ROWS:
-            sums = ordered_sum(sums.astype(jnp.float32)).astype(x.dtype)[None]
-        return sums.reshape(*(() if len(sums) == 1 else (len(sums),)), *x.shape)
+        if len(sums) == 1 or len(rows) > MAX_SUMMED_ROWS:
+            return ordered_sum(sums.astype(jnp.float32)).astype(x.dtype).reshape(x.shape)
+        return sums.reshape(len(sums), *x.shape)
 
 
 def _check_format(format: Quantization | None, *sizes: int) -> None:

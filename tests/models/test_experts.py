@@ -117,6 +117,14 @@ def test_the_sums_of_many_tokens_are_added() -> None:
     np.testing.assert_allclose(out[:, :5], few, atol=1e-5 * np.abs(few).max())
 
 
+@pytest.mark.parametrize("num_rows", [1, 513])
+def test_one_expert_per_token_keeps_the_dtype(num_rows: int) -> None:
+    layer, config = make(num_experts_per_tok=1, dtype="bfloat16")
+    x = jnp.ones((1, num_rows, config.hidden_size), jnp.bfloat16)
+    out = jax.eval_shape(layer, x)
+    assert (out.shape, out.dtype) == (x.shape, x.dtype)
+
+
 @pytest.mark.parametrize("group", [None, 16])
 def test_quantised_experts_equal_their_values(group: int | None) -> None:
     """The router and its bias are never quantised."""
