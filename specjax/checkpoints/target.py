@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import starmap
 from pathlib import Path
 from typing import Any
@@ -245,7 +245,7 @@ class TargetCheckpoint(Checkpoint[ModelConfig]):
         is_copy = self.config.tie_word_embeddings and is_head
         return is_copy or name.startswith(self.modules) or OF_IMAGES.match(name) is not None
 
-    @property
+    @cached_property
     def modules(self) -> tuple[str, ...]:
         """Prefixes of the tensors of modules for multi-token prediction."""
         start, count = self.config.num_layers, getattr(self.config, "num_nextn_predict_layers", 0)

@@ -16,7 +16,7 @@ from jax import Array
 
 from specjax.checks import Positive
 from specjax.config import Count, ModelConfig, Quantization, Scale
-from specjax.json_file import Fields, Flag, PositiveSize
+from specjax.json_file import Fields, Flag, PositiveSize, Size
 from specjax.kernels.add_norm import ordered_sum, whole
 from specjax.kernels.choose_experts import choose_experts
 from specjax.kernels.dot import plain_dot
@@ -45,7 +45,7 @@ class MixtureConfig(ModelConfig):
     n_group: Count = 1  # experts are chosen from the best groups only
     topk_group: Count = 1
     # width of the expert that every token uses, and whether a scalar gate multiplies it; 0: none
-    shared_expert_intermediate_size: int = 0
+    shared_expert_intermediate_size: Size = 0
     has_shared_expert_gate: bool = False
     dense_layers: tuple[int, ...] = ()  # layers with a plain feed-forward
     num_nextn_predict_layers: int = 0  # modules for multi-token prediction

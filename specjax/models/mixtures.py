@@ -3,13 +3,19 @@
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
+from msgspec import Meta
+
+from specjax.config import Count
 from specjax.json_file import Fields, Flag, PositiveSize, Size
 from specjax.models.experts import MixtureConfig, mixture_layers, read_experts
 from specjax.models.family import GGUF, Family, Modules, attention_biases, layer_windows
-from specjax.models.llama import GRANITE, MISTRAL
+from specjax.models.llama import GRANITE
 from specjax.models.qwen import QWEN2, QWEN3
+
+# of multi-token prediction modules
+_Modules = Annotated[int, Meta(ge=0, le=1024)]
 
 
 def _sparse_layers(config: Fields) -> dict[str, Any]:
@@ -57,6 +63,7 @@ def _granite_moe(config: Fields) -> dict[str, Any]:
 
 
 def _glm4_moe(config: Fields) -> dict[str, Any]:
+    num_layers = config.get("num_hidden_layers", Size)
     sizes = read_experts(
         config,
         scoring="sigmoid",
@@ -64,10 +71,10 @@ def _glm4_moe(config: Fields) -> dict[str, Any]:
         routed_scaling_factor=config.get("routed_scaling_factor", float, 1.0),
         n_group=config.get("n_group", PositiveSize, 1),
         topk_group=config.get("topk_group", PositiveSize, 1),
-        dense_layers=tuple(range(config.get("first_k_dense_replace", Size, 1))),
-        num_nextn_predict_layers=config.get("num_nextn_predict_layers", Size, 0),
+        dense_layers=tuple(range(min(config.get("first_k_dense_replace", Size, 1), num_layers))),
+        num_nextn_predict_layers=config.get("num_nextn_predict_layers", _Modules, 0),
     )
-    shared = config.get("n_shared_experts", Size, 1) * sizes["moe_intermediate_size"]
+    shared = config.get("n_shared_experts", Count, 1) * sizes["moe_intermediate_size"]
     has_norms = config.get("use_qk_norm", Flag, False)
     biases = {"qkv_bias": config.get("attention_bias", Flag, False), "qk_norm": has_norms}
     return sizes | biases | {"shared_expert_intermediate_size": shared}
@@ -98,7 +105,7 @@ MIXTRAL = _family(
     "Mixtral",
     read=_mixtral,
     layers=partial(mixture_layers, renamed=_MIXTRAL),
-    defaults={**MISTRAL.defaults, "sliding_window": None, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
+    defaults={"rms_norm_eps": 1e-5, "rope_theta": 1e6},
     gguf=GGUF(arch="llama", interleaved=True, needs=("expert_count",)),
 )
 OLMOE = _family(

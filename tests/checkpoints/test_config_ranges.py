@@ -19,7 +19,7 @@ from specjax.models.rope import rope_frequencies
 from specjax.testing.files import write_folder
 
 from ..support.block_files import CASES, BlockCase, target_at, write_block
-from ..support.checkpoint_files import CONFIG, HEAD_CONFIG, head_tensors
+from ..support.checkpoint_files import CONFIG, HEAD_CONFIG, LAYERS, head_tensors
 
 # with another size, the error may name what it disagrees with
 SIZES = ("hidden_size", "block_size", "target_layer_ids", "aux_hidden_state_layer_ids")
@@ -37,6 +37,7 @@ GEMMA2 |= {"final_logit_softcapping": 30.0, "sliding_window": 32}
 GRANITE = {"embedding_multiplier": 12.0, "residual_multiplier": 0.22}
 GRANITE |= {"attention_multiplier": 0.015625, "logits_scaling": 8.0}
 QWEN = {"sliding_window": 32, "use_sliding_window": True, "max_window_layers": 1}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
 # family -> the numbers that only it reads, or that mean more in it
 OF_FAMILY: dict[str, dict[str, Any]] = {
     "llama": {"head_dim": 8, "partial_rotary_factor": 0.5},
@@ -58,6 +59,12 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
     "granite": GRANITE,
     "smollm3": QWEN | {"no_rope_layer_interval": 4, "no_rope_layers": [1, 1, 0]},
     "glm4": {"partial_rotary_factor": 0.5, "head_dim": 8},
+    "qwen3_moe": EXPERTS | {"num_experts": 8, "decoder_sparse_step": 2, "mlp_only_layers": [0]},
+    "qwen2_moe": EXPERTS | {"num_experts": 8, "shared_expert_intermediate_size": 24},
+    "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 32},
+    "glm4_moe": EXPERTS
+    | {"n_routed_experts": 8, "n_shared_experts": 2, "n_group": 2, "topk_group": 1}
+    | {"routed_scaling_factor": 2.5, "first_k_dense_replace": 1, "num_nextn_predict_layers": 1},
 }
 
 
@@ -183,6 +190,20 @@ def test_claimed_layers_of_targets(tmp_path: Path, model_type: str) -> None:
     sizes = {"num_hidden_layers": 10**8, "head_dim": 8}
     write_folder(tmp_path, CONFIG | QWEN | names | sizes, {})
     check_fast(lambda: open_target(tmp_path), "num_hidden_layers=100000000 must be .* 1 to 1024")
+
+
+def test_claimed_layers_of_mixtures(tmp_path: Path) -> None:
+    """Of layers outside the model, no list is made."""
+    changes = OF_FAMILY["glm4_moe"] | {"model_type": "glm4_moe", "architectures": []}
+    folder = partial(write_folder, tmp_path, tensors={})
+    folder(CONFIG | changes | {"first_k_dense_replace": 10**8})
+    check_fast(lambda: open_target(tmp_path).check_weights(), "lacks .* 'model.embed_tokens.weight")
+    folder(CONFIG | changes | {"num_nextn_predict_layers": 10**8})
+    check_fast(lambda: open_target(tmp_path), "num_nextn_predict_layers=100000000 must be .* 1024")
+    folder(CONFIG | changes | {"num_nextn_predict_layers": 2})
+    is_ignored = open_target(tmp_path).is_ignored
+    ignored = [i for i in range(8) if is_ignored(f"model.layers.{i}.enorm.weight")]
+    assert ignored == [LAYERS, LAYERS + 1]
 
 
 @pytest.mark.parametrize("key", ["num_attention_heads", "num_key_value_heads", "head_dim"])
