@@ -12,8 +12,12 @@ from typing import Any
 import numpy as np
 
 from specjax.checkpoints.checkpoint import Checkpoint
-from specjax.checkpoints.huggingface import check_pair, draft_config, huggingface_config
-from specjax.checkpoints.quantization import with_plain
+from specjax.checkpoints.huggingface import (
+    check_pair,
+    draft_config,
+    huggingface_config,
+    with_plain,
+)
 from specjax.checkpoints.target import TargetCheckpoint, embedded_head, locate, open_target
 from specjax.checkpoints.tensors import FLOATS, TensorSource, open_directory
 from specjax.config import BlockConfig, DraftConfig, ModelConfig

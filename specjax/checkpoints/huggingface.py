@@ -6,6 +6,8 @@ Heads come in three formats: that of the original EAGLE repository, that of SGLa
 
 import logging
 import re
+from collections.abc import Callable
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -13,15 +15,18 @@ from typing import Any
 from specjax.checkpoints.keys import ReadFields, refuse_unread
 from specjax.checkpoints.quantization import (
     PACKED,
+    plain_projections,
     read_kv_exponents,
     read_quantization,
-    with_plain,
 )
+from specjax.checkpoints.stacks import unstacked
 from specjax.checkpoints.tensors import TensorSource, open_directory
 from specjax.checks import short
 from specjax.config import DTYPES, Count, DraftConfig, Epsilon, ModelConfig
 from specjax.json_file import Fields, Flag, PositiveSize, Size
+from specjax.models.decoder import CausalLM
 from specjax.models.family import sliding_layers
+from specjax.models.flat import recipes_of
 from specjax.models.layers import ACTIVATIONS
 from specjax.models.registry import FAMILIES, WRAPPERS, load_family, refusal
 from specjax.models.rope import read_rope
@@ -77,6 +82,17 @@ def huggingface_config(directory: Path, dtype: str, *, of_draft: bool = False) -
     values |= family.read(config)
     refuse_unread([config], config.keys, values["head_dim"], of_draft=of_draft)
     return with_plain(config.build(family.config, values), source)
+
+
+def with_plain(
+    config: ModelConfig, open_source: Callable[[], TensorSource], network: Any = CausalLM
+) -> ModelConfig:
+    """The configuration with the projections that a quantised checkpoint stores whole."""
+    if (format := config.quantization) is None:
+        return config
+    recipes = recipes_of(network, config)
+    plain = plain_projections(unstacked(open_source(), recipes), recipes)
+    return replace(config, quantization=replace(format, plain=plain))
 
 
 def _report_unmatched(stated: Fields, source: TensorSource) -> None:

@@ -12,9 +12,8 @@ groups have zero points. Formats, with their names of tensors:
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from threading import Lock
 from typing import Annotated, Any
 
@@ -25,11 +24,9 @@ from msgspec import Meta
 
 from specjax.checkpoints.tensors import FLOATS, TensorInfo, TensorSource, cast
 from specjax.compiling.pool import usable_cores
-from specjax.config import ModelConfig, Quantization
+from specjax.config import Quantization
 from specjax.json_file import Fields, Flag, PositiveSize
 from specjax.models.declare import OFFSET, SCALE, Recipes
-from specjax.models.decoder import CausalLM
-from specjax.models.flat import recipes_of
 from specjax.models.weights import largest
 
 PACKED, ZERO_POINT, BLOCK_SCALE = "_packed", "_zero_point", "_scale_inv"
@@ -131,15 +128,11 @@ def _compressed_format(stated: Fields) -> dict[str, Any]:
     return values
 
 
-def with_plain(
-    config: ModelConfig, open_source: Callable[[], TensorSource], network: Any = CausalLM
-) -> ModelConfig:
-    """The configuration with the projections that a quantised checkpoint stores whole."""
-    if (format := config.quantization) is None:
-        return config
-    source, plain = open_source(), list[str]()
+def plain_projections(source: TensorSource, recipes: Recipes) -> tuple[str, ...]:
+    """The projections that a quantised checkpoint stores whole; ``recipes`` quantise all."""
+    plain = list[str]()
     stored = {name.removesuffix(PACKED): info for name, info in source.infos.items()}
-    for weight, recipe in recipes_of(network, config).items():
+    for weight, recipe in recipes.items():
         if weight.endswith(".values"):
             names = [tensor.name for tensor in recipe.parts if tensor.name in stored]
             floats = [name for name in names if stored[name].dtype in FLOATS]
@@ -150,7 +143,7 @@ def with_plain(
                     "which is not supported"
                 )
             plain += (name.removesuffix(".weight") for name in floats)
-    return replace(config, quantization=replace(format, plain=tuple(sorted(plain))))
+    return tuple(sorted(plain))
 
 
 def read_kv_exponents(source: TensorSource, num_layers: int) -> tuple[tuple[int, int], ...]:

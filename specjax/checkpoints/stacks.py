@@ -30,13 +30,13 @@ def unstacked(source: TensorSource, recipes: Recipes) -> TensorSource:
     uses = Counter(x.stack for x in slices.values())
     infos = {name: info for name, info in source.infos.items() if name not in uses}
     infos |= {name: x.info for name, x in slices.items()}
-    lock, held, remaining = Lock(), dict[str, np.ndarray](), dict(uses)
+    locks, held, remaining = {x: Lock() for x in uses}, dict[str, np.ndarray](), dict(uses)
 
     def read(name: str) -> np.ndarray:
         if name not in slices:
             return source.read(name)
         stack, _, place = slices[name]
-        with lock:
+        with locks[stack]:
             tensor = held[stack] if stack in held else held.setdefault(stack, source.read(stack))
             remaining[stack] -= 1
             if not remaining[stack]:
@@ -62,15 +62,15 @@ def _slices(source: TensorSource, recipe: Recipe) -> Iterator[tuple[str, _Slice]
                 # the projections of this stack
                 first, count = (column, 1) if len(names) == width else (0, width)
                 total = sum(sizes[first : first + count])
+                if len(recipe.parts) == 1 and len(info.shape) < 3:  # another name of the tensor
+                    yield recipe.parts[0].name + ending, _Slice(name + ending, info, ())
+                    continue
+                shape = (len(modules), total, recipe.parts[0].shape[1])
                 for number, module in enumerate(modules):
                     start = 0
                     for part in module[first : first + count]:
                         rows = slice(start, start + part.shape[0])
                         start = rows.stop
-                        if len(modules) == 1:  # a tensor with another name
-                            yield part.name + ending, _Slice(name + ending, info, ())
-                            continue
-                        shape = (len(modules), total)
                         cut = _cut(name + ending, info, shape, number, rows, is_scale=bool(ending))
                         yield part.name + ending, cut
 
@@ -78,20 +78,21 @@ def _slices(source: TensorSource, recipe: Recipe) -> Iterator[tuple[str, _Slice]
 def _cut(
     name: str,
     info: TensorInfo,
-    shape: tuple[int, int],
+    shape: tuple[int, int, int],
     number: int,
     rows: slice,
     *,
     is_scale: bool,
 ) -> _Slice:
-    """Rows of a matrix of a stack, whose first two sizes must be ``shape``, or of its scales."""
-    count = info.shape[1] if is_scale and len(info.shape) == 3 else shape[1]
+    """Rows of a matrix of a stack, which must have this ``shape``, or of its scales."""
+    # scales may be of several outputs and inputs
+    count, size = info.shape[1:] if is_scale and len(info.shape) == 3 else shape[1:]
     start, stop = (row * count / shape[1] for row in (rows.start, rows.stop))
-    if len(info.shape) != 3 or info.shape[:2] != (shape[0], count) or start % 1 or stop % 1:
+    if info.shape != (shape[0], count, size) or start % 1 or stop % 1:
         raise ValueError(
             f"tensor {name!r} in {info.path} has shape {info.shape}, but the configuration "
-            f"requires {shape} and the number of inputs"
+            f"requires {'scales of ' * is_scale}{shape}"
         )
     rows = slice(int(start), int(stop))
-    cut = TensorInfo((rows.stop - rows.start, info.shape[2]), info.path, info.dtype)
+    cut = TensorInfo((rows.stop - rows.start, size), info.path, info.dtype)
     return _Slice(name, cut, (number, rows))

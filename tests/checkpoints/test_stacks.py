@@ -5,9 +5,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from specjax.checkpoints import open_target
 from specjax.checkpoints.stacks import unstacked
 from specjax.checkpoints.tensors import TensorSource, in_memory
 from specjax.models.declare import Part, Recipe
+from specjax.testing.files import write_folder
+
+from ..support.checkpoint_files import CONFIG, HIDDEN
 
 FILE = Path("file")
 STACKS = (
@@ -87,9 +91,21 @@ def test_files_without_stacks_stay() -> None:
     assert unstacked(source, RECIPES) is source
 
 
-@pytest.mark.parametrize("shape", [(4, 8, 6), (2, 8, 6), (3, 9, 6), (3, 8)])
+def test_a_stack_of_one_matrix() -> None:
+    gate_up, down = (np.random.default_rng(0).normal(size=(1, n, 6)) for n in (8, 4))
+    recipes = {
+        "gate_up": Recipe(PARTS[:2], stacks=STACKS),
+        "down": Recipe((Part("experts.0.down.weight", (4, 6)),), stacks=(("experts.down_proj",),)),
+    }
+    stored = {"experts.gate_up_proj": gate_up, "experts.down_proj": down}
+    source = unstacked(in_memory(stored, FILE), recipes)
+    np.testing.assert_array_equal(source.read("experts.0.up.weight"), gate_up[0, 4:])
+    np.testing.assert_array_equal(source.read("experts.0.down.weight"), down[0])
+
+
+@pytest.mark.parametrize("shape", [(4, 8, 6), (2, 8, 6), (3, 9, 6), (3, 8, 5), (3, 8)])
 def test_other_shapes_are_refused(shape: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match=r"experts\.gate_up_proj' in file .* requires \(3, 8\)"):
+    with pytest.raises(ValueError, match=r"experts\.gate_up_proj' in file .* requires \(3, 8, 6\)"):
         opened(experts__gate_up_proj=np.zeros(shape, np.float32))
 
 
@@ -97,3 +113,16 @@ def test_scales_that_cannot_be_cut_are_refused() -> None:
     values, scale = np.zeros((3, 8, 6), np.int8), np.zeros((3, 3, 1), np.float32)
     with pytest.raises(ValueError, match=r"gate_up_proj_scale' in file has shape \(3, 3, 1\)"):
         opened(experts__gate_up_proj=values, experts__gate_up_proj_scale=scale)
+
+
+def test_stacks_may_be_whole_in_a_quantised_checkpoint(tmp_path: Path) -> None:
+    """Then they stay whole, as matrices of single experts do."""
+    family = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"]}
+    sizes = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 4}
+    config = CONFIG | family | sizes | {"quantization_config": {"quant_method": "fp8"}}
+    stack = np.zeros((2, 8, HIDDEN), np.float32)
+    write_folder(tmp_path, config, {"model.layers.1.mlp.experts.gate_up_proj": stack})
+    names = [f"experts.{i}.{x}_proj" for i in range(2) for x in ("gate", "up")]
+    quantization = open_target(tmp_path).config.quantization
+    assert quantization is not None
+    assert quantization.plain == tuple(f"model.layers.1.mlp.{name}" for name in names)
