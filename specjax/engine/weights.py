@@ -17,6 +17,7 @@ from specjax.checkpoints.checkpoint import Checkpoint
 from specjax.checkpoints.quantization import quantised_source
 from specjax.checkpoints.stacks import unstacked
 from specjax.checkpoints.tensors import FLOATS, cast, in_memory, make_weight
+from specjax.checks import short
 from specjax.engine.plan import EnginePlan, open_drafts
 from specjax.models.declare import Recipe
 from specjax.models.flat import Weights
@@ -108,20 +109,24 @@ def weights_from_tensors(
     abstract = dict(zip(flat.names, flat.abstract, strict=True))
     recipes = owner.recipes
     dtype, format = owner.config.dtypes.activations, owner.config.quantization
-    matrices = {x.name for recipe in recipes.values() if recipe.layout for x in recipe.parts}
+    makers = {x.name: recipe for recipe in recipes.values() for x in recipe.parts}
+    makers |= {x: recipe for recipe in recipes.values() for stack in recipe.stacks for x in stack}
 
     def dtype_of(name: str, value: Any) -> Any:
         """The dtype of a weight in the engine, and of a tensor from which one is made."""
         if name in abstract and jnp.issubdtype(abstract[name].dtype, jnp.floating):
             return abstract[name].dtype
+        recipe = makers.get(owner.canonical_name(name))
+        is_float = recipe is not None and jnp.issubdtype(recipe.dtype, jnp.floating)
+        weight_dtype = np.dtype(recipe.dtype) if recipe is not None and is_float else dtype
         if format is None:
-            return dtype
+            return weight_dtype
         value_dtype = value.dtype if isinstance(value, jax.Array) else np.asarray(value).dtype
-        if owner.canonical_name(name) in matrices:  # quantised from all of its bits
+        if recipe is not None and recipe.layout:  # quantised from all of its bits
             return value_dtype
         if "_scale" in name:
             return np.dtype(np.float32)
-        return dtype if str(value_dtype) in FLOATS else value_dtype
+        return weight_dtype if str(value_dtype) in FLOATS else value_dtype
 
     tensors = {str(x): _copied(x, value, dtype_of(str(x), value)) for x, value in values.items()}
     if not tensors:
@@ -258,8 +263,8 @@ def _from_parts(recipe: Recipe, dtype: Any, tensors: dict[str, Any]) -> np.ndarr
     if missing := [name for name in names if name not in tensors]:
         present = next(name for name in names if name in tensors)
         raise ValueError(
-            f"named_tensors has {present!r} without {missing}, which are parts of the same weight; "
-            "give all parts"
+            f"named_tensors has {present!r} without {short(missing)}, which are parts of the same "
+            "weight; give all parts"
         )
     arrays = {x.name: np.asarray(tensors[x.name]) for x in recipe.parts}
     for stored in recipe.parts:
