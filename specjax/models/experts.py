@@ -52,6 +52,7 @@ class MixtureConfig(ModelConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        _check_format(self.quantization, self.hidden_size, self.moe_intermediate_size)
         groups, size = self.n_group, self.num_experts // self.n_group
         if self.num_experts % groups or (groups > 1 and size < 2):
             raise ValueError(
@@ -87,7 +88,6 @@ class Experts(nnx.Module):
     def __init__(self, config: MixtureConfig, kind: LayerKind, at: str) -> None:
         self.config, self.kind = config, kind
         size, count, inner = config.hidden_size, config.num_experts, config.moe_intermediate_size
-        _check_format(kind.dtypes.quantization, size, inner)
         at, dtype = f"{at}mlp.", kind.dtypes.activations
         router, others = f"{kind.tensor(f'{at}gate')}.weight", ("gate", "router")
         stacks = tuple((f"{prefix}{x}.weight",) for x in others for prefix in (at, kind.tensor(at)))
@@ -148,17 +148,17 @@ class Experts(nnx.Module):
 
 
 def _check_format(format: Quantization | None, *sizes: int) -> None:
-    """Raise ValueError for quantised matrices that the kernels of experts do not read."""
+    """Raise ValueError for matrices ``[..., size]`` that the kernels of experts do not read."""
     if format is None:
         return
-    group = format.group
-    fits = group is None or (
-        group >= 16 and group & (group - 1) == 0 and not any(size % group for size in sizes)
-    )
-    if format.bits != 8 or format.has_zeros or not fits:
+    # the number of groups has to tell their size
+    is_power = format.group is None or (format.group >= 16 and format.group.bit_count() == 1)
+    divides = all(size % (format.group or 1) == 0 for size in sizes)
+    if format.bits != 8 or format.has_zeros or not (is_power and divides):
         raise ValueError(
-            f"quantization {format}: experts of {' by '.join(map(str, sizes))} may have 8 bits, "
-            "with a scale per output or per 2^n inputs that divide these sizes"
+            f"quantization {format} does not support experts with {' and '.join(map(str, sizes))} "
+            "inputs; use 'fp8' or 'int8' with one scale per output, or with groups of a power of "
+            "two of at least 16 inputs that divides these numbers"
         )
 
 

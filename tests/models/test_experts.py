@@ -152,6 +152,16 @@ def test_quantised_experts_equal_their_values(group: int | None) -> None:
         ({"num_experts_per_tok": 9}, "num_experts_per_tok=9 must be at most 8"),
         ({"n_group": 4, "num_experts_per_tok": 3}, "num_experts_per_tok=3 must be at most 2"),
         ({"num_experts": 2000}, "num_experts=2000"),
+        *(
+            ({"quantization": Quantization(**format), "hidden_size": 192}, "with 192 and 48 inputs")
+            for format in (
+                {"kind": "int4", "group": 16},
+                {"kind": "int8", "group": 16, "has_zeros": True},
+                {"kind": "fp8", "group": 8},
+                {"kind": "fp8", "group": 32},  # does not divide 48
+                {"kind": "int8", "group": 48},
+            )
+        ),
     ],
 )
 def test_refused_sizes(changes: dict[str, Any], text: str) -> None:
