@@ -72,6 +72,9 @@ def _facts(
     if layout := getattr(config, "layout", ""):
         yield "layout", layout
     yield "layers", f"{config.num_layers} of width {config.hidden_size}"
+    if isinstance(config, MixtureConfig):
+        count = f"{config.num_experts}, of which a token uses {config.num_experts_per_tok}"
+        yield "experts", f"{count}, of width {config.moe_intermediate_size}"
     vocabulary = f"{config.vocab_size}, the target's" if does_fit else config.vocab_size
     if isinstance(config, FeatureConfig):
         layers = ", ".join(map(str, config.feature_layers)) or "the last, after the final norm"
@@ -80,8 +83,6 @@ def _facts(
         if config.draft_vocab_size < config.vocab_size:
             vocabulary = f"{config.draft_vocab_size} of {config.vocab_size}, mapped by d2t"
     yield "vocabulary", vocabulary
-    if isinstance(config, MixtureConfig):
-        yield "experts", f"{config.num_experts}, of which a token uses {config.num_experts_per_tok}"
     yield "rope_theta", f"{config.rope_theta:g}"
     if any(windows := getattr(config, "windows", ())):
         sizes = ", ".join(map(str, sorted(set(windows) - {0})))

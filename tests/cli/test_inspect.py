@@ -13,14 +13,17 @@ import pytest
 
 from specjax.checkpoints import export_draft
 from specjax.cli.main import main
-from specjax.models.experts import MixtureConfig
 from specjax.testing.files import CONFIG, HEAD, write_head, write_target
-from specjax.testing.models import SIZES as MODEL_SIZES
 from specjax.testing.models import copying_head, copying_target
 
 from ..support.block_files import CASES, BlockCase, publish, random_tensors
 from ..support.checkpoint_files import write_glm
-from ..support.model_files import write_draft_model, write_eagle_head, write_model, write_modules
+from ..support.model_files import (
+    write_draft_model,
+    write_eagle_head,
+    write_mixture,
+    write_modules,
+)
 
 SIZES: dict[str, Any] = {"vocab": 98, "hidden": 32, "target_hidden": 32, "target_layers": 2}
 
@@ -105,13 +108,9 @@ def test_other_drafts(is_checked: bool, target: Path, tmp_path: Path, capsys: An
         assert (facts["format"] == "P-EAGLE") == (path.name == "p-eagle")
 
 
-def test_a_mixture_states_its_experts(tmp_path: Path, capsys: Any) -> None:
-    sizes = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
-    config = MixtureConfig(
-        model_type="qwen3_moe", num_layers=1, qk_norm=True, **sizes, **MODEL_SIZES
-    )
-    status, facts = inspect(capsys, write_model(tmp_path / "model", config))
-    assert (status, facts["experts"]) == (0, "6, of which a token uses 2")
+def test_a_mixture(tmp_path: Path, capsys: Any) -> None:
+    write_mixture(tmp_path)
+    assert inspect(capsys, tmp_path)[1]["experts"] == "2, of which a token uses 1, of width 16"
 
 
 def test_modules_after_the_layers(tmp_path: Path, capsys: Any) -> None:

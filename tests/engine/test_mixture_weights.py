@@ -6,43 +6,22 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specjax.checkpoints import open_target
 from specjax.engine.args import EngineArgs
 from specjax.engine.plan import plan_engine
 from specjax.engine.weights import weights_from_tensors
-from specjax.testing.files import write_folder
 
-from ..support.checkpoint_files import CONFIG
-
-EXPERTS = 2
-MIXTURE: dict[str, Any] = CONFIG | {
-    "model_type": "glm4_moe",
-    "architectures": ["Glm4MoeForCausalLM"],
-    "n_routed_experts": EXPERTS,
-    "num_experts_per_tok": 1,
-    "moe_intermediate_size": 16,
-    "num_hidden_layers": 1,
-    "first_k_dense_replace": 0,
-}
+from ..support.model_files import MIXTURE, write_mixture
 
 
 def planned(path: Path, **options: Any) -> Any:
     return plan_engine(EngineArgs(model=path, speculative_algorithm=None, **options))
 
 
-def drawn(path: Path) -> dict[str, np.ndarray]:
-    rng = np.random.default_rng(0)
-    parts = [part for recipe in open_target(path).recipes.values() for part in recipe.parts]
-    return {part.name: rng.normal(size=part.shape).astype(np.float32) for part in parts}
-
-
 @pytest.mark.parametrize("quantization", [None, "fp8"])
 def test_stacks_give_the_weights_of_their_experts(tmp_path: Path, quantization: str | None) -> None:
     """They are quantised from all bits. A correction bias stays float32."""
-    path = write_folder(tmp_path, MIXTURE, {})
-    tensors = drawn(path)
-    write_folder(tmp_path, MIXTURE, tensors)
-    plan = planned(path, dtype="bfloat16", quantization=quantization)
+    tensors = write_mixture(tmp_path)
+    plan = planned(tmp_path, dtype="bfloat16", quantization=quantization)
     expected, _ = weights_from_tensors(plan, tensors, draft=False)
     stacked = {name: x for name, x in tensors.items() if ".experts." not in name}
     layer = "model.layers.0.mlp.experts."
@@ -50,7 +29,7 @@ def test_stacks_give_the_weights_of_their_experts(tmp_path: Path, quantization: 
         stacked[layer + stack] = np.stack(
             [
                 np.concatenate([tensors[f"{layer}{i}.{x}_proj.weight"] for x in names])
-                for i in range(EXPERTS)
+                for i in range(MIXTURE["n_routed_experts"])
             ]
         )
     found, _ = weights_from_tensors(plan, stacked, draft=False)
@@ -62,9 +41,7 @@ def test_stacks_give_the_weights_of_their_experts(tmp_path: Path, quantization: 
 
 
 def test_all_experts_of_a_layer_are_required(tmp_path: Path) -> None:
-    path = write_folder(tmp_path, MIXTURE, {})
-    tensors = drawn(path)
-    write_folder(tmp_path, MIXTURE, tensors)
+    tensors = write_mixture(tmp_path)
     name = "model.layers.0.mlp.experts.0.gate_proj.weight"
     with pytest.raises(ValueError, match=r"without \['.*experts\.0\.up_proj\.weight', .*all parts"):
-        weights_from_tensors(planned(path), {name: tensors[name]}, draft=False)
+        weights_from_tensors(planned(tmp_path), {name: tensors[name]}, draft=False)

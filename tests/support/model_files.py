@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load_file
 
-from specjax.checkpoints import export_draft
+from specjax.checkpoints import export_draft, open_target
 from specjax.checkpoints.export import published_target, published_tensors
 from specjax.config import BlockConfig, ModelConfig
 from specjax.models.block import BlockDraft
@@ -151,3 +151,23 @@ def write_modules(path: Path, target: Path, count: int) -> Path:
 def _read(target: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     config = json.loads((target / "config.json").read_text())
     return config, load_file(target / "model.safetensors")
+
+
+MIXTURE: dict[str, Any] = published_target(CONFIG) | {
+    "model_type": "glm4_moe",
+    "architectures": ["Glm4MoeForCausalLM"],
+    "n_routed_experts": 2,
+    "num_experts_per_tok": 1,
+    "moe_intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "first_k_dense_replace": 0,
+}
+
+
+def write_mixture(path: Path) -> dict[str, np.ndarray]:
+    """Write a mixture of experts with random weights, and return its tensors."""
+    rng, recipes = np.random.default_rng(0), open_target(write_folder(path, MIXTURE, {})).recipes
+    parts = [part for recipe in recipes.values() for part in recipe.parts]
+    tensors = {part.name: rng.normal(size=part.shape).astype(np.float32) for part in parts}
+    write_folder(path, MIXTURE, tensors)
+    return tensors
