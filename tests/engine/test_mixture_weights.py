@@ -1,14 +1,19 @@
 """Replacing the weights of mixtures of experts."""
 
+import json
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from specjax.checkpoints import export_fp8, open_target
+from specjax.checkpoints.tensors import open_directory
 from specjax.engine.args import EngineArgs
 from specjax.engine.plan import plan_engine
 from specjax.engine.weights import weights_from_tensors
+from specjax.testing.files import write_folder
 
 from ..support.model_files import MIXTURE, write_mixture
 
@@ -45,3 +50,24 @@ def test_all_experts_of_a_layer_are_required(tmp_path: Path) -> None:
     name = "model.layers.0.mlp.experts.0.gate_proj.weight"
     with pytest.raises(ValueError, match=r"without \['.*experts\.0\.up_proj\.weight', .*all parts"):
         weights_from_tensors(planned(tmp_path), {name: tensors[name]}, draft=False)
+
+
+def test_export_in_fp8(tmp_path: Path) -> None:
+    """Routers and the modules for multi-token prediction stay whole."""
+    tensors, module = write_mixture(tmp_path / "model"), "model.layers.1.eh_proj"
+    tensors[f"{module}.weight"] = np.ones((2, 2), np.float32)
+    changes = {"num_nextn_predict_layers": 1}
+    write_folder(tmp_path / "model", MIXTURE | changes, tensors)
+    export_fp8(tmp_path / "fp8", tmp_path / "model")
+    config = json.loads((tmp_path / "fp8" / "config.json").read_text())
+    *exact, pattern = config["quantization_config"]["ignore"]
+    assert exact == ["lm_head", module]
+    stored = open_directory(tmp_path / "fp8").infos
+    whole = {
+        name.removesuffix(".weight")
+        for name, info in stored.items()
+        if len(info.shape) == 2 and info.dtype == "float32" and not name.endswith("_scale")
+    }
+    assert whole == {*exact, "model.embed_tokens", "model.layers.0.mlp.gate"}
+    assert re.fullmatch(pattern.removeprefix("re:"), "model.layers.0.mlp.gate")
+    open_target(tmp_path / "fp8").check_weights()
