@@ -89,8 +89,8 @@ class Experts(nnx.Module):
         self.config, self.kind = config, kind
         size, count, inner = config.hidden_size, config.num_experts, config.moe_intermediate_size
         at, dtype = f"{at}mlp.", kind.dtypes.activations
-        router, others = f"{kind.tensor(f'{at}gate')}.weight", ("gate", "router")
-        stacks = tuple((f"{prefix}{x}.weight",) for x in others for prefix in (at, kind.tensor(at)))
+        router, words = f"{kind.tensor(f'{at}gate')}.weight", ("gate", "router")
+        stacks = tuple((f"{prefix}{x}.weight",) for x in words for prefix in (at, kind.tensor(at)))
         self.router = weight(router, (count, size), dtype, stddev=size**-0.5, stacks=stacks)
         bias = partial(weight, f"{at}gate.e_score_correction_bias", (count,), jnp.float32)
         self.correction = bias() if config.has_correction_bias else None
