@@ -119,6 +119,7 @@ class Totals:
     drafts: bool = False  # rounds may draft, so there is a tier
     depth: int = 0  # maximum number of drafts that a round can accept
     chains: bool = False  # all drafts are chains, so the n-th draft of a request has position n
+    is_mixture: bool = False  # the target is a mixture of experts
     adapts: bool = False  # the tier adapts to the acceptance
     # current values of fields that depend on the controller of the tiers
     adaptive: Callable[[], Mapping[str, Any]] = dict
@@ -164,6 +165,8 @@ class Totals:
     e2e_latency: Histogram = field(default_factory=lambda: Histogram(LATENCY_BOUNDS))
     prompt_length: Histogram = field(default_factory=lambda: Histogram(LENGTH_BOUNDS))
     completion_length: Histogram = field(default_factory=lambda: Histogram(LENGTH_BOUNDS))
+    expert_rounds: int = 0  # rounds that read experts
+    num_experts_read: float = 0.0  # distinct experts per layer, summed over these rounds
     gen_throughput: float = 0.0  # tokens/s over the last window with work; 0 after an idle window
     last_gen_throughput: float = 0.0  # the same, but keeps its last value while idle
     throughput: Throughput = field(default_factory=Throughput)
@@ -237,6 +240,12 @@ class Totals:
                 length,
             )
 
+    def experts_read(self, counts: Sequence[float]) -> None:
+        """Count the distinct experts that a layer read in each round; 0 of a round of padding."""
+        with self.lock:
+            self.num_experts_read += sum(counts)
+            self.expert_rounds += len(counts) - counts.count(0.0)
+
     def request_finished(
         self, reason: str, seconds: float, num_prompt_tokens: int, num_completion_tokens: int
     ) -> None:
@@ -281,6 +290,10 @@ class Totals:
         return sum(count * rows for rows, count in enumerate(self.rows_by_proposed, 1))
 
     @property
+    def experts_read_per_layer(self) -> float:
+        return self.num_experts_read / max(self.expert_rounds, 1)
+
+    @property
     def accept_rate(self) -> float:
         return self.num_accepted_drafts / max(self.num_proposed_drafts, 1)
 
@@ -319,6 +332,10 @@ _ROUNDS = "Rounds; a round of a batch counts once (adaptive decoding only)."
 _EXPECTED = "Tokens that the budget policy expected from rounds with drafts, bonus tokens included."
 _REALISED = "Tokens that the rounds of spec_expected_tokens gave."
 _CALIBRATION = "Mean distance of predicted and observed acceptance of drafts in packed rounds."
+_PER_LAYER = "experts_read_per_layer"
+_EXPERTS = "Mean distinct experts that a layer read per round since the start, over its layers."
+_EXPERTS_READ = "Distinct experts that a layer read, summed over rounds."
+_EXPERT_ROUNDS = "Rounds that read experts; a round of a batch counts once."
 _FIRST = "Seconds from arrival to the first token."
 _BETWEEN = "Seconds between tokens."
 _LATENCY = "Seconds from arrival to the end of the request, without aborted ones."
@@ -378,6 +395,9 @@ METRICS = (
     Metric("spec_expected_tokens", "counter", _WANTED, _EXPECTED, _WANTED),
     Metric("spec_realised_tokens", "counter", "realised_tokens", _REALISED, _WANTED),
     Metric("spec_calibration_error", "gauge", _DISTANCE, _CALIBRATION, _DISTANCE),
+    Metric(_PER_LAYER, "gauge", _PER_LAYER, _EXPERTS, "is_mixture"),
+    Metric("experts_read", "counter", "num_experts_read", _EXPERTS_READ, "is_mixture"),
+    Metric("expert_rounds", "counter", "expert_rounds", _EXPERT_ROUNDS, "is_mixture"),
     Metric(_REALTIME, "counter", "prefilled_tokens", _MODES, label=("mode", "prefill_compute")),
     Metric(_REALTIME, "counter", "reused_tokens", _MODES, label=("mode", "prefill_cache")),
     Metric(_REALTIME, "counter", "generated_tokens", _MODES, label=("mode", "decode")),

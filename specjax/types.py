@@ -220,7 +220,9 @@ class VerifyOutput:
 class RoundOutput:
     """The outputs of a round that the host reads."""
 
-    packed: Array  # i32 [B, columns], see RoundResults; [chunks] of prefill
+    # i32 [B, columns], see RoundResults; [chunks] of prefill. In rounds of mixtures of experts, one
+    # more row holds the float32 bits of TargetPass.distinct_experts in every column.
+    packed: Array
     logprobs: Logprobs | None  # [B, A]
     hidden_states: Array | None  # [B, A, D], one per token
     prompt_logprobs: Logprobs | None = None  # [P], from prefill if requested

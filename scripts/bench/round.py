@@ -6,7 +6,8 @@
 Each row has two medians in ms. "device" is for rounds dispatched back to back, whose tokens stay on
 the device (greedy only). "engine" is for ``Engine.generate``, which reads results one round late.
 The floor is the time needed to read the target's weights, the KV of the contexts and the draft's
-weights (once per draft pass) at the copy bandwidth of the same run. 0 steps is plain decoding.
+weights (once per draft pass) at the copy bandwidth of the same run. 0 steps is plain decoding. For
+mixtures of experts, "experts" is the mean number of distinct experts that a layer read in a round.
 """
 
 import json
@@ -32,6 +33,7 @@ from specjax.cli.options import add_options
 from specjax.config import BlockConfig
 from specjax.engine.args import EngineArgs
 from specjax.engine.plan import plan_engine
+from specjax.metrics import Totals
 from specjax.models.flat import dtype_bits
 from specjax.speculative.algorithm import kv_pool
 from specjax.speculative.catalog import DEFAULT
@@ -66,6 +68,7 @@ COLUMNS = (
     ("floor ms", "floor_ms", ".2f"),
     ("ratio", "ratio", ".2f"),
     ("accept length", "accept_length", ".2f"),
+    ("experts", "experts_read_per_layer", ".1f"),
     ("ready s", "ready_s", ".0f"),
     ("peak GB", "peak_gb", ".2f"),
     ("planned GB", "planned_gb", ".2f"),
@@ -210,28 +213,38 @@ def dispatches_needed(lengths: list[int], rounds: int) -> int:
 
 def engine_ms(
     engine: Engine, prompts: list[list[int]], rounds: int, sampling: str
-) -> tuple[float, float]:
-    """Return median ms per round while all prompts decode, and the mean accept length."""
+) -> tuple[float, float, float | None]:
+    """Return median ms per round while all prompts decode, the accept length, and the experts.
+
+    These are the distinct ones that a layer of a mixture read in a round. The last two are means.
+    """
     config = engine.runner.config
     dispatches = dispatches_needed([len(prompt) for prompt in prompts], rounds)
     tokens = dispatches * config.rounds_per_dispatch * config.largest.accept_width
     values, options = SAMPLING[sampling]
     params = SamplingParams(**values, max_new_tokens=tokens, ignore_eos=True)
     stamps: list[float] = []
+    started: Totals | None = None
     last: dict[int, dict[str, Any]] = {}
     stream = engine.generate(input_ids=prompts, sampling_params=params, stream=True, **options)
     for out in stream:
         last[out["index"]] = out
         if out["index"] == 0 and len(last) == len(prompts):
             stamps.append(time.perf_counter())
+            started = started or engine.metrics.snapshot()
         if len(stamps) == SETTLING_ROUNDS + rounds:
             break
+    totals = engine.metrics.snapshot()
     stream.close()
     engine.flush_cache()  # returns when nothing runs
     gaps = np.diff(stamps) / config.rounds_per_dispatch
     gaps = gaps[min(3, len(gaps) - 1) :]  # a delayed reader gets fewer outputs
     lengths = [out["meta_info"].get("spec_accept_length", 1.0) for out in last.values()]
-    return float(np.median(gaps)) * 1e3, float(np.mean(lengths))
+    experts = None
+    if started is not None and totals.is_mixture:
+        num_rounds = max(totals.expert_rounds - started.expert_rounds, 1)
+        experts = (totals.num_experts_read - started.num_experts_read) / num_rounds
+    return float(np.median(gaps)) * 1e3, float(np.mean(lengths)), experts
 
 
 def make_prompts(engine: Engine, lengths: list[int], rng: np.random.Generator) -> list[list[int]]:
@@ -290,7 +303,7 @@ def measure(
         on_device = None
         if sampling == "greedy":
             on_device = device_ms(engine, prompts, args.rounds, profiled=args.profile)
-        through, accept = engine_ms(engine, prompts, 2 * args.rounds, sampling)
+        through, accept, experts = engine_ms(engine, prompts, 2 * args.rounds, sampling)
         greedy = through if sampling == "greedy" else greedy
         yield engine.runner.config.largest._asdict() | {
             "batch": batch,
@@ -300,6 +313,7 @@ def measure(
             "over_greedy": greedy and through / greedy,
             "floor_bytes": floor_bytes(engine, steps, lengths),
             "accept_length": accept,
+            "experts_read_per_layer": experts,
             "simulate_acceptance": engine.args.simulate_acceptance,
             "peak_gb": common.peak_gb(),
             "planned_gb": common.settings_of(engine.get_server_info())["planned_gb"],
@@ -329,6 +343,7 @@ def main(name: str, argv: Sequence[str]) -> int:
                     print(json.dumps(rows[-1]), flush=True)
                     common.append_json(args.output, rows[-1])
     print(f"{args.model or args.preset}, {args.dtype}, {rows[0]['device_kind']}")
-    print(common.table_of(COLUMNS, rows))
+    columns = [c for c in COLUMNS if any(row.get(c[1]) is not None for row in rows)]
+    print(common.table_of(columns, rows))
     print(f"copy bandwidth {bandwidth / 1e12:.2f} TB/s")
     return 0

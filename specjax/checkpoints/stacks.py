@@ -15,7 +15,7 @@ from specjax.models.declare import Recipe, Recipes
 class _Slice(NamedTuple):
     stack: str
     info: TensorInfo  # of the slice
-    index: tuple[int | slice, ...]
+    cut: tuple[int | slice, ...]  # of the stack
 
 
 def unstacked(source: TensorSource, recipes: Recipes) -> TensorSource:
@@ -35,14 +35,14 @@ def unstacked(source: TensorSource, recipes: Recipes) -> TensorSource:
     def read(name: str) -> np.ndarray:
         if name not in slices:
             return source.read(name)
-        stack, _, index = slices[name]
+        stack, _, cut = slices[name]
         with locks[stack]:
             tensor = held[stack] if stack in held else held.setdefault(stack, source.read(stack))
             remaining[stack] -= 1
             if not remaining[stack]:
                 del held[stack]
                 remaining[stack] = uses[stack]
-        return tensor[index]
+        return tensor[cut]
 
     return TensorSource(source.path, infos, read)
 

@@ -17,7 +17,7 @@ from specjax.checks import check_regular
 from specjax.json_file import Fields
 from specjax.models.declare import Recipe
 
-MAX_HEADER = 2**24  # bytes of a safetensors header; 120,000 tensors with long names
+MAX_HEADER = 2**23  # bytes of a safetensors header; 60,000 tensors with long names
 SAFETENSORS_INDEX = "model.safetensors.index.json"
 _PYTORCH_INDEX = "pytorch_model.bin.index.json"
 

@@ -30,6 +30,7 @@ from specjax.engine.weights import (
 )
 from specjax.kv.events import KVEventPublisher
 from specjax.metrics import EngineMetrics, Totals
+from specjax.models.experts import MixtureConfig
 from specjax.runtime.runner import ModelRunner, Watch
 from specjax.runtime.runner_config import RunnerConfig
 from specjax.sampling.grammar_check import while_waiting
@@ -137,6 +138,7 @@ class Engine:
             drafts=largest.steps > 0,
             depth=largest.depth,
             chains=largest.steps > 0 and largest.topk == 1,
+            is_mixture=isinstance(plan.target.config, MixtureConfig),
             rows_by_proposed=[0] * max(shape.nodes for shape in runner.config.shapes),
             adapts=controller is not None,
             adaptive=dict if controller is None else controller.totals,

@@ -49,13 +49,14 @@ def server_info(
 
 
 def _state(plan: EnginePlan, totals: Totals, controller: TierController | None) -> dict[str, Any]:
-    windowed = () if totals.max_window_tokens is None else ("max_window_tokens",)
+    kinds = ("chains", "is_mixture", "max_window_tokens")
+    needs = "", "drafts", *(kind for kind in kinds if getattr(totals, kind))
     metrics = {
         NAMES.get(metric.name, metric.name): metric.of(totals)
         for metric in METRICS
         if metric.kind != "histogram"
         and not metric.label
-        and metric.needs in ("", "drafts", "chains" * totals.chains, *windowed)
+        and metric.needs in needs
         and (totals.drafts or not metric.name.startswith("spec_"))
     }
     memory = {  # GB of 1e9 bytes

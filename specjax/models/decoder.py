@@ -47,6 +47,7 @@ class CausalLM(nnx.Module):
         attend: Attend | tuple[Attend, ...],
         feature_layers: tuple[int, ...] = (),
         is_real: Array | None = None,
+        routes: list[Array] | None = None,
     ) -> tuple[Array, Array, Any]:
         """Return hidden states ``[B, T, D]`` after the final norm, features ``[B, T, F]`` and kv.
 
@@ -55,7 +56,9 @@ class CausalLM(nnx.Module):
         features are the un-normed residual stream after each of ``feature_layers`` (EAGLE-3's
         auxiliary hidden states). If ``feature_layers`` is empty, the feature is the hidden state,
         as in EAGLE-1/2. Where ``is_real``, bool ``[B, T]``, is false, a token is padding, whose
-        results are not used; mixtures of experts then read no expert for it.
+        results are not used; mixtures of experts then read no expert for it. To ``routes``, if it
+        is a list, each layer with experts appends those that its router chose, i32 ``[B * T, K]``,
+        or -1 for padding.
         """
         x = self.embedding(tokens)
         if self.config.embedding_scale != 1.0:
@@ -68,7 +71,9 @@ class CausalLM(nnx.Module):
         pools = [*kv] if attends is attend else [kv]
 
         def run(pool: int, structure: Any, weights: Any, *inputs: Any) -> Any:
-            return nnx.merge(structure, weights)(*inputs, attends[pool], is_real=is_real)
+            layer = nnx.merge(structure, weights)
+            outputs = layer(*inputs, attends[pool], is_real=is_real)
+            return outputs, jax.tree.leaves(nnx.pop(layer, nnx.Intermediate))
 
         if resolve(self.implementation) != "xla":
             # kernels take the layer index as an operand, so one trace serves all layers. With 32
@@ -80,7 +85,10 @@ class CausalLM(nnx.Module):
         for i, layer in enumerate(self.layers):
             pool, index = places[i]
             inputs = x, delta, tables[layer.kind.rope], pools[pool], index
-            outputs[i - 1], x, delta, pools[pool] = run(pool, *nnx.split(layer), *inputs)
+            results, chosen = run(pool, *nnx.split(layer), *inputs)
+            outputs[i - 1], x, delta, pools[pool] = results
+            if routes is not None:
+                routes += chosen
         outputs[len(self.layers) - 1], hidden = self.norm.add(x, delta)
         features = [outputs[i] for i in feature_layers]
         updated = tuple(pools) if attends is attend else pools[0]

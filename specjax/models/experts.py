@@ -5,6 +5,7 @@ experts of a layer are two stacks of matrices, which one kernel each multiplies 
 chose them. Their sums go to the next norm, which adds them.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -106,7 +107,7 @@ class Experts(nnx.Module):
         """Map ``[B, T, D]`` to ``[B, T, D]`` or partial sums of it.
 
         Where ``is_real [B, T]`` is false, no expert is read, and the result is that of the shared
-        expert alone.
+        expert alone. The chosen experts i32 ``[B * T, K]``, or -1, become the attribute ``chosen``.
         """
         config, implementation = self.config, self.kind.implementation
         rows = x.reshape(-1, x.shape[-1])
@@ -123,6 +124,7 @@ class Experts(nnx.Module):
             is_real=None if is_real is None else is_real.reshape(-1),
             implementation=implementation,
         )
+        self.chosen = nnx.Intermediate(experts)  # which CausalLM takes out of the layer
         count = config.num_experts
         gate_up, in_scale = _split(self.gate_up[...], count)
         down, out_scale = _split(self.down[...], count)
@@ -145,6 +147,21 @@ class Experts(nnx.Module):
         if len(sums) == 1 or len(rows) > MAX_SUMMED_ROWS:
             return ordered_sum(sums.astype(jnp.float32)).astype(x.dtype).reshape(x.shape)
         return sums.reshape(len(sums), *x.shape)
+
+
+def mean_distinct(config: ModelConfig, routes: Sequence[Array]) -> Array | None:
+    """The number of experts that tokens chose, as the mean f32 ``[]`` over layers with experts.
+
+    ``routes`` are the choices of each of these layers, as from ``CausalLM``. ``None`` if there are
+    no such layers.
+    """
+    if not routes:
+        return None
+    assert isinstance(config, MixtureConfig)
+    ids = jnp.stack(routes).reshape(len(routes), -1, 1)
+    # on a GPU, XLA fuses the comparisons into their reduction, so no [L, R * K, E] is stored
+    is_read = (ids == jnp.arange(config.num_experts, dtype=jnp.int32)).any(axis=1)
+    return is_read.sum(dtype=jnp.int32).astype(jnp.float32) / len(routes)
 
 
 def _check_format(format: Quantization | None, *sizes: int) -> None:

@@ -309,7 +309,7 @@ class ModelRunner:
         """Dispatch the rounds of one call for request slots, by default in the largest tier.
 
         The result is i32 ``[rounds_per_dispatch, bucket, columns]``, in the order of ``slots`` and
-        with padding; see :class:`~specjax.types.RoundResults`.
+        with padding; see :class:`~specjax.types.RoundResults` and ``RoundOutput.packed``.
         """
         config = self.config
         tier = config.largest if tier is None else tier

@@ -169,7 +169,11 @@ class InFlight:
         is_ready = result.is_ready
         # wait for every chunk, not only for a prompt's last one, so that the host is not far ahead
         packed, accept_width = result.read(), result.tier.accept_width
-        rounds = RoundResults.unpack(packed, accept_width).lists() if batch_size else None
+        rounds = None
+        if batch_size:
+            rounds = RoundResults.unpack(packed[:, :batch_size], accept_width).lists()
+            if (bits := packed[:, batch_size:, 0]).size:
+                self._metrics.experts_read(bits.view(np.float32).ravel().tolist())
         # the tokens of the first round by row, or one of each prompt
         tokens: list[Any] = rounds.tokens[0] if rounds else packed.tolist()
         counts = rounds.num_accepted_tokens[0] if rounds else ()

@@ -14,6 +14,7 @@ from jax import Array
 
 from specjax.kv.pages import PageView, Segments
 from specjax.models.decoder import CausalLM
+from specjax.models.experts import mean_distinct
 from specjax.sampling.draw import SamplingConfig, target_tokens
 from specjax.sampling.logit_processor import LogitInputs, NewTokens, keep_allowed
 from specjax.sampling.table import unpack_sampling
@@ -94,6 +95,8 @@ class TargetPass(NamedTuple):
     hidden: Array  # [B, T, D]
     features: Array  # [B, T, F]
     rows: Segments | None = None  # of a packed tier
+    # f32 [], the mean number of distinct experts that a layer read; None without such layers
+    distinct_experts: Array | None = None
 
 
 def draft(
@@ -137,10 +140,12 @@ def run_target(
         lens, count = batch.seq_lens, shape.nodes
         attend = tuple(pool.attend(lens, count, **form) for pool in pages.pools)
         is_real = tree.is_node & (batch.slots > 0)[:, None]
+    routes: list[Array] = []
     hidden, features, kv = target(
-        drafts, positions, state.pools.target, attend, config.feature_layers, is_real
+        drafts, positions, state.pools.target, attend, config.feature_layers, is_real, routes
     )
-    passed = TargetPass(target.logits(hidden), hidden, features, rows)
+    experts = mean_distinct(target.config, routes)
+    passed = TargetPass(target.logits(hidden), hidden, features, rows, experts)
     return replace(state, pools=replace(state.pools, target=kv)), passed
 
 
@@ -204,14 +209,22 @@ def draw_and_accept(
 
 
 def extend(
-    batch: Batch, state: DeviceState, verified: VerifyOutput, config: RoundConfig
+    batch: Batch,
+    state: DeviceState,
+    passed: TargetPass,
+    verified: VerifyOutput,
+    config: RoundConfig,
 ) -> tuple[DeviceState, RoundOutput]:
     """Let the algorithm process the accepted tokens, and pack the outputs for the host."""
     pools, resolved = state.pools, resolve(state.future, batch.slots)
     drafted, rows = config.algorithm.extend(batch, pools.draft, resolved, verified, config.shape)
     future = stash(state.future, batch.slots, rows, resolved)
     state, outputs = DeviceState(replace(pools, draft=drafted), future), verified.outputs
-    return state, RoundOutput(verified.packed, outputs.logprobs, outputs.hidden_states)
+    packed = verified.packed
+    if passed.distinct_experts is not None:
+        bits = jax.lax.bitcast_convert_type(passed.distinct_experts, jnp.int32)
+        packed = jax.lax.pad(packed, bits, ((0, 1, 0), (0, 0, 0)))
+    return state, RoundOutput(packed, outputs.logprobs, outputs.hidden_states)
 
 
 def spec_round(
@@ -222,7 +235,7 @@ def spec_round(
     state, tree = draft(batch, state, resident.by_slot.calibration, config)
     state, passed = run_target(batch, state, tree, config)
     state, verified = draw_and_accept(batch, state, tree, passed, config)
-    return extend(batch, state, verified, config)
+    return extend(batch, state, passed, verified, config)
 
 
 def spec_rounds(
@@ -281,7 +294,7 @@ def finish_stage(
     """
     batch = active_batch(resident, state.future, slots, config)
     state, verified = draw_and_accept(batch, state, tree, passed, config, masks)
-    state, out = extend(batch, state, verified, config)
+    state, out = extend(batch, state, passed, verified, config)
     state, tree = draft_stage(resident, state, slots, config=config)
     if config.shape.steps and config.algorithm.takes_forced_drafts:
         last = jnp.maximum(verified.num_accepted_tokens - 1, 0)

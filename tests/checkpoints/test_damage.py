@@ -210,8 +210,8 @@ def test_headers_have_a_limit(tmp_path: Path) -> None:
     """A million empty tensors would take 26 s."""
     model = write_folder(tmp_path, CONFIG, target_tensors())
     path = model / "model.safetensors"
-    path.write_bytes((2**22 + 1).to_bytes(8, "little") + b"{}" + bytes(2**22))
-    with pytest.raises(ValueError, match=r"model\.safetensors .* 4194305 bytes; .* 4194304"):
+    path.write_bytes((2**23 + 1).to_bytes(8, "little") + b"{}" + bytes(2**23))
+    with pytest.raises(ValueError, match=r"model\.safetensors .* 8388609 bytes; .* 8388608"):
         open_target(model).check_weights()
 
 

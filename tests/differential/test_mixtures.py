@@ -116,6 +116,22 @@ def test_tokens_of_a_tree_are_those_of_dense_decoding(mixture: Files) -> None:
 
 
 @pytest.mark.slow
+def test_an_engine_counts_the_experts_of_its_rounds(plain: Reference) -> None:
+    """One request reads 2 in every layer, whatever its batch is padded to."""
+    engine = plain.engines[0]
+    before = engine.metrics.snapshot()
+    params = {"temperature": 0.0, "max_new_tokens": 9, "ignore_eos": True}
+    engine.generate(input_ids=[7, 8, 9], sampling_params=params)
+    after = engine.metrics.snapshot()
+    assert after.expert_rounds - before.expert_rounds == 8
+    assert after.num_experts_read - before.num_experts_read == 8 * 2.0
+    state = engine.get_server_info()["internal_states"][0]
+    assert state["expert_rounds"] == after.expert_rounds
+    assert state["experts_read"] == after.num_experts_read
+    assert state["experts_read_per_layer"] == after.num_experts_read / after.expert_rounds
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize(
     "index", [0, 1, *(pytest.param(i, marks=pytest.mark.long) for i in range(2, len(ROWS)))]

@@ -227,10 +227,22 @@ def test_what_no_policy_reports_is_left_out():
     assert exposed(registry)[names[2]] == 0.0
 
 
+def test_experts_are_those_of_rounds_that_read_some():
+    totals = Totals(is_mixture=True)
+    registry = EngineMetrics("m", totals).registry
+    names = "experts_read_per_layer", "experts_read_total", "expert_rounds_total"
+    assert [exposed(registry)[name] for name in names] == [0.0, 0.0, 0.0]
+    totals.experts_read([3.5, 0.0])
+    totals.experts_read([8.0])
+    assert [exposed(registry)[name] for name in names] == [5.75, 11.5, 2.0]
+    assert not set(names) & set(exposed(EngineMetrics("m", Totals()).registry))
+
+
 def test_names_and_types_stay():
     """Dashboards query them."""
     adaptive = {"expected_tokens": 1.0, "realised_tokens": 1.0, "calibration_error": 0.1}
-    totals = Totals(drafts=True, chains=True, adapts=True, adaptive=lambda: adaptive)
+    has = {"drafts": True, "chains": True, "adapts": True, "is_mixture": True}
+    totals = Totals(**has, adaptive=lambda: adaptive)
     text = generate_latest(EngineMetrics("m", totals).registry).decode()
     assert '\nspecjax:num_running_reqs{model_name="m"} 0.0\n' in text
     families = re.findall(r"^# TYPE specjax:(\S+) (\S+)$", text, re.MULTILINE)
@@ -238,13 +250,14 @@ def test_names_and_types_stay():
     gauges = (
         "num_running_reqs num_queue_reqs num_used_tokens max_total_num_tokens token_usage "
         "gen_throughput cache_hit_rate spec_accept_length spec_accept_rate spec_num_steps "
-        "spec_num_draft_tokens spec_ema_accept_len spec_calibration_error"
+        "spec_num_draft_tokens spec_ema_accept_len spec_calibration_error experts_read_per_layer"
     )
     counters = (
         "prompt_tokens cached_tokens generation_tokens realtime_tokens num_requests "
         "num_aborted_requests num_retracted_requests spec_verify_calls spec_proposed_drafts "
         "spec_accepted_drafts spec_verified_rows spec_verified_drafts spec_num_switches "
-        "spec_wasted_drafts spec_rounds spec_plain_rounds spec_expected_tokens spec_realised_tokens"
+        "spec_wasted_drafts spec_rounds spec_plain_rounds spec_expected_tokens "
+        "spec_realised_tokens experts_read expert_rounds"
     )
     histograms = "queue_time time_to_first_token inter_token_latency e2e_request_latency"
     assert by_kind == {

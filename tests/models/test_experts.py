@@ -1,5 +1,6 @@
 """A feed-forward of experts against a loop over tokens in float64."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -9,9 +10,12 @@ import pytest
 from flax import nnx
 
 from specjax.config import Quantization
-from specjax.models.experts import Experts, MixtureConfig
+from specjax.models.decoder import CausalLM
+from specjax.models.experts import Experts, MixtureConfig, mean_distinct
+from specjax.models.flat import FlatModel
 from specjax.models.layers import LayerKind
-from specjax.testing.models import SIZES
+from specjax.testing.dense import dense_attend
+from specjax.testing.models import SIZES, random_weights
 
 KINDS: dict[str, dict[str, Any]] = {
     "softmax": {"norm_topk_prob": False},
@@ -168,3 +172,49 @@ def test_refused_sizes(changes: dict[str, Any], text: str) -> None:
     sizes = {**SIZES, **SPARSE, **changes}
     with pytest.raises(ValueError, match=text):
         MixtureConfig(model_type="qwen3_moe", num_layers=1, **sizes)
+
+
+def test_distinct_experts_are_counted_by_layer() -> None:
+    _, config = make()
+    rng = np.random.default_rng(0)
+    routes = [rng.integers(-1, 8, (5, 3), np.int32), np.full((5, 3), -1, np.int32)]
+    routes.append(np.tile(np.int32([[7, 0, 3]]), (5, 1)))
+    counts = [len(set(chosen.ravel().tolist()) - {-1}) for chosen in routes]
+    found = mean_distinct(config, [jnp.asarray(chosen) for chosen in routes])
+    assert found is not None
+    assert counts[1:] == [0, 3]
+    assert found.dtype == jnp.float32
+    assert float(found) == np.float32(sum(counts)) / np.float32(3)
+    assert mean_distinct(config, []) is None
+
+
+def test_a_model_returns_the_choices_of_layers_with_experts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sizes = {**SIZES, **SPARSE, "dense_layers": (1,), "num_layers": 3}
+    config = MixtureConfig(model_type="qwen3_moe", **sizes)
+    flat = FlatModel.of(partial(CausalLM, config, "xla"))
+    is_real, call = np.array([[1, 1, 0], [1, 0, 0]], bool), Experts.__call__
+
+    @jax.jit
+    def choices(weights: Any, tokens: jax.Array) -> tuple[list[Any], list[Any]]:
+        inputs: list[Any] = []
+        routes: list[jax.Array] = []
+
+        def watched(layer: Experts, x: jax.Array, is_real: jax.Array | None = None) -> jax.Array:
+            inputs.append((layer.router[...], x.reshape(6, -1)))
+            return call(layer, x, is_real)
+
+        monkeypatch.setattr(Experts, "__call__", watched)
+        positions = jnp.tile(jnp.arange(3, dtype=jnp.int32), (2, 1))
+        model, real = flat.rebuild(weights), jnp.asarray(is_real)
+        model(tokens, positions, None, dense_attend, (), real, routes)
+        return routes, inputs
+
+    tokens = np.random.default_rng(1).integers(60, size=(2, 3), dtype=np.int32)
+    routes, inputs = choices(random_weights(flat, 0), tokens)
+    assert len(routes) == len(inputs) == 2
+    for chosen, (router, rows) in zip(routes, inputs, strict=True):
+        best = np.sort(np.argsort(-(np.float64(rows) @ np.float64(router).T))[:, :3])
+        best[~is_real.ravel()] = -1
+        np.testing.assert_array_equal(np.sort(chosen), best)
