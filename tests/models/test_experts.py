@@ -125,7 +125,7 @@ def test_the_sums_of_many_tokens_are_added() -> None:
 def test_one_expert_per_token_keeps_the_dtype(num_rows: int) -> None:
     layer, config = make(num_experts_per_tok=1, dtype="bfloat16")
     x = jnp.ones((1, num_rows, config.hidden_size), jnp.bfloat16)
-    out = jax.eval_shape(layer, x)
+    out = layer(x)
     assert (out.shape, out.dtype) == (x.shape, x.dtype)
 
 
