@@ -11,6 +11,7 @@ mixtures of experts, "experts" is the mean number of distinct experts that a lay
 """
 
 import json
+import re
 import statistics
 import tempfile
 import time
@@ -104,19 +105,27 @@ def parse_arguments(name: str, argv: Sequence[str]) -> Namespace:
     return parser.parse_args(argv)
 
 
-def floor_bytes(engine: Engine, steps: int, lengths: list[int]) -> int:
+# names of the stacked weights of experts
+_EXPERTS = re.compile(r"\.mlp\.(gate_up|down)(\.(values|scale))?$")
+
+
+def floor_bytes(
+    engine: Engine, steps: int, lengths: list[int], experts: float | None = None
+) -> int:
     """Return the number of bytes that a round must read if contexts have these lengths in tokens.
 
-    A layer with a window reads only the last keys of a context.
+    A layer with a window reads only the last keys of a context, and one with experts those of
+    ``experts`` of them.
     """
     nets = engine.runner.networks
+    share = 1.0 if experts is None else experts / getattr(nets.target_config, "num_experts", 1)
 
     def read(flat: Any, config: Any) -> int:
         pool = kv_pool(config, 1)
         windows = getattr(config, "windows", ()) or [0] * config.num_layers
         keys = sum(min(length, window or length) for window in windows for length in lengths)
         return keys * pool.size * pool.dtype.itemsize // config.num_layers + sum(
-            leaf.size * dtype_bits(leaf.dtype) // 8
+            int((share if _EXPERTS.search(name) else 1) * leaf.size * dtype_bits(leaf.dtype)) // 8
             for name, leaf in zip(flat.names, flat.abstract, strict=True)
             # only one row per token is read from an untied embedding table
             if not name.endswith("embedding.table") or nets.target_config.tie_word_embeddings
@@ -311,7 +320,7 @@ def measure(
             "device_ms": on_device,
             "engine_ms": through,
             "over_greedy": greedy and through / greedy,
-            "floor_bytes": floor_bytes(engine, steps, lengths),
+            "floor_bytes": floor_bytes(engine, steps, lengths, experts),
             "accept_length": accept,
             "experts_read_per_layer": experts,
             "simulate_acceptance": engine.args.simulate_acceptance,

@@ -18,9 +18,11 @@ import pytest
 from specjax.cli.options import engine_arguments
 from specjax.engine import plan
 from specjax.engine.args import EngineArgs
+from specjax.models.experts import MixtureConfig
 from specjax.testing import letter_tokenizer
 from specjax.testing.files import CONFIG, HEAD
 
+from ..support.runners import algorithm_of
 from ..support.scripts import load_bench
 
 acceptance, common, compare, rounds, serving = (
@@ -388,6 +390,17 @@ def test_no_server() -> None:
 def test_dispatches_cover_prefill_and_the_timed_rounds() -> None:
     # two chunks and one, then settling rounds, timed rounds and one more in flight
     assert rounds.dispatches_needed([600, 512], 20) == 3 + rounds.SETTLING_ROUNDS + 20 + 1
+
+
+def test_layers_with_experts_read_only_the_chosen_ones() -> None:
+    sizes = dataclasses.asdict(CONFIG) | {"model_type": "qwen3_moe", "num_experts": 8}
+    sizes |= {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    target = MixtureConfig(**sizes)
+    nets = algorithm_of(None).networks(target)
+    engine = SimpleNamespace(runner=SimpleNamespace(networks=nets))
+    of_experts = target.num_layers * 8 * 3 * target.hidden_size * 16 * 4
+    every, some = (rounds.floor_bytes(engine, 0, [1], count) for count in (None, 2.5))
+    assert every - some == of_experts * (8 - 2.5) / 8
 
 
 def test_layers_with_a_window_read_only_the_last_keys() -> None:
