@@ -11,6 +11,7 @@ import pytest
 
 from specjax.checkpoints.tensors import TensorInfo, TensorSource, make_weight
 from specjax.models.decoder import CausalLM
+from specjax.models.experts import MixtureConfig
 from specjax.models.flat import FlatModel
 from specjax.models.layers import dense_attention, rotated
 from specjax.models.registry import FAMILIES, layer_kinds
@@ -47,9 +48,10 @@ def passes(config: Any, tensors: dict[str, np.ndarray]) -> tuple[np.ndarray, lis
 def test_outputs_stay_the_same(name: str) -> None:
     shared = {f: getattr(TARGET, f) for f in ("vocab_size", "hidden_size", "num_heads", "head_dim")}
     shared |= {f: getattr(TARGET, f) for f in ("intermediate_size", "num_layers", "num_kv_heads")}
-    config = FAMILIES[name].config(
-        model_type=name, **shared, qk_norm="olmo" not in name, qkv_bias=True, output_bias=True
-    )
+    shared |= {"qk_norm": "olmo" not in name, "qkv_bias": True, "output_bias": True}
+    if issubclass(FAMILIES[name].config, MixtureConfig):
+        shared |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    config = FAMILIES[name].config(model_type=name, **shared)
     recipes = FlatModel.of(partial(CausalLM, config)).recipes
     parts = [part for recipe in recipes.values() for part in recipe.parts]
     rng = np.random.default_rng(0)
