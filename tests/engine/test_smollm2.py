@@ -107,6 +107,7 @@ def write_copies(path: Path, count: int) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_experts_that_are_copies_change_no_text(plain, tmp_path: Path) -> None:
     """With the head that was trained for the model, whose drafts stay as useful."""
     with Engine(
