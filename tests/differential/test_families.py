@@ -1,6 +1,5 @@
 """Engines for families with windows and soft caps produce the tokens of plain decoding."""
 
-import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -8,15 +7,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
 
 from specjax.engine import plan
 from specjax.engine.args import EngineArgs
 from specjax.engine.plan import plan_engine
 from specjax.kv import window_pages
-from specjax.testing import Files, check_tokens
-from specjax.testing.files import CONFIG
+from specjax.testing import Files, check_tokens, letter_tokenizer
+from specjax.testing.files import CONFIG, write_folder
 
+from ..support.model_files import read_folder
 from .rows import BATCHES, SEEN, Row, drafting, serving
 from .trial import Reference, Trial
 
@@ -54,8 +53,7 @@ def gemma2(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 def write_family(path: Path, target: Path, name: str) -> Path:
     """Write the copying target as a model with one layer with a window and one without."""
-    config: dict[str, Any] = json.loads((target / "config.json").read_text())
-    tensors = load_file(target / "model.safetensors")
+    config, tensors = read_folder(target)
     config |= {"model_type": name, "architectures": [f"{name.title()}ForCausalLM"]}
     kinds = ["sliding_attention", "full_attention"]
     config |= {"sliding_window": WINDOW, "layer_types": kinds}
@@ -63,12 +61,7 @@ def write_family(path: Path, target: Path, name: str) -> Path:
         tensors = gemma2(tensors)
         config |= {"attn_logit_softcapping": 0.7, "final_logit_softcapping": 5.0}
         config |= {"query_pre_attn_scalar": 3, "hidden_activation": "gelu_pytorch_tanh"}
-    path.mkdir()
-    save_file(tensors, path / "model.safetensors")
-    (path / "config.json").write_text(json.dumps(config))
-    for file in target.glob("*token*"):
-        (path / file.name).write_text(file.read_text())
-    return path
+    return write_folder(path, config, tensors, letter_tokenizer())
 
 
 @pytest.fixture(scope="module", params=ROWS)

@@ -1,6 +1,5 @@
 """Engines for mixtures of experts produce the tokens of plain decoding."""
 
-import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -8,12 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
 
-from specjax.testing import Files, check_tokens
-from specjax.testing.files import CONFIG
+from specjax.testing import Files, check_tokens, letter_tokenizer
+from specjax.testing.files import CONFIG, write_folder
 from specjax.testing.models import PERTURBATION
 
+from ..support.model_files import read_folder
 from .rows import BATCHES, SEEN, Row, drafting, serving
 from .trial import Reference, Trial
 
@@ -30,11 +29,10 @@ ROWS: list[Row] = [
 
 def write_mixture(path: Path, target: Path) -> Path:
     """Write the copying target with experts, of which the router chooses others for each token."""
-    config: dict[str, Any] = json.loads((target / "config.json").read_text())
+    config, tensors = read_folder(target)
     config |= {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"]}
     config |= {"num_experts": NUM_EXPERTS, "num_experts_per_tok": 2, "norm_topk_prob": True}
     config |= {"moe_intermediate_size": INNER, "mlp_only_layers": []}
-    tensors = load_file(target / "model.safetensors")
     tensors = {name: x for name, x in tensors.items() if ".mlp." not in name}
     rng, size = np.random.default_rng(3), CONFIG.hidden_size
 
@@ -51,23 +49,17 @@ def write_mixture(path: Path, target: Path) -> Path:
             down = random(size, INNER, scale=2 * PERTURBATION)
             tensors |= {f"{expert}{x}_proj.weight": random(INNER, size) for x in ("gate", "up")}
             tensors[f"{expert}down_proj.weight"] = down
-    path.mkdir()
-    save_file(tensors, path / "model.safetensors")
-    (path / "config.json").write_text(json.dumps(config))
-    for file in target.glob("*token*"):
-        (path / file.name).write_text(file.read_text())
-    return path
+    return write_folder(path, config, tensors, letter_tokenizer())
 
 
 def write_glm(path: Path, mixture: Path) -> Path:
     """Write a mixture as a GLM-4.5 with a module, which applies layer 0 to the last token."""
-    config: dict[str, Any] = json.loads((mixture / "config.json").read_text())
+    config, tensors = read_folder(mixture)
     del config["num_experts"], config["mlp_only_layers"]
     config |= {"model_type": "glm4_moe", "architectures": ["Glm4MoeForCausalLM"]}
     config |= {"n_routed_experts": NUM_EXPERTS, "n_shared_experts": 1, "use_qk_norm": True}
     config |= {"first_k_dense_replace": 0, "partial_rotary_factor": 1.0}
     config |= {"num_nextn_predict_layers": 1}
-    tensors = load_file(mixture / "model.safetensors")
     rng, size, count = np.random.default_rng(4), CONFIG.hidden_size, CONFIG.num_layers
     for i in range(count):
         mlp = f"model.layers.{i}.mlp."
@@ -85,12 +77,7 @@ def write_glm(path: Path, mixture: Path) -> Path:
     tensors[f"{module}shared_head.norm.weight"] = tensors["model.norm.weight"]
     tensors[f"{module}shared_head.head.weight"] = tensors["lm_head.weight"]
     tensors[f"{module}embed_tokens.weight"] = tensors["model.embed_tokens.weight"]
-    path.mkdir()
-    save_file(tensors, path / "model.safetensors")
-    (path / "config.json").write_text(json.dumps(config))
-    for file in mixture.glob("*token*"):
-        (path / file.name).write_text(file.read_text())
-    return path
+    return write_folder(path, config, tensors, letter_tokenizer())
 
 
 @pytest.fixture(scope="module")

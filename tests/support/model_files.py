@@ -112,7 +112,7 @@ def write_block_draft(path: Path, **changes: Any) -> Path:
 
 def write_eagle_head(path: Path, target: Path) -> Path:
     """Write an EAGLE-1 head that applies the target's first layer to the last token."""
-    config, tensors = _read(target)
+    config, tensors = read_folder(target)
     size, name = CONFIG.hidden_size, "layers.0."
     head = {
         key.removeprefix("model."): value
@@ -127,7 +127,7 @@ def write_eagle_head(path: Path, target: Path) -> Path:
 
 def write_draft_model(path: Path, target: Path) -> Path:
     """Write the target without its last layer."""
-    config, tensors = _read(target)
+    config, tensors = read_folder(target)
     count = CONFIG.num_layers - 1
     kept = {name: x for name, x in tensors.items() if f"model.layers.{count}." not in name}
     return write_folder(path, config | {"num_hidden_layers": count}, kept, letter_tokenizer())
@@ -135,7 +135,7 @@ def write_draft_model(path: Path, target: Path) -> Path:
 
 def write_modules(path: Path, target: Path, count: int) -> Path:
     """Write MTP modules, which apply the target's layers to the last token's embedding."""
-    config, tensors = _read(target)
+    config, tensors = read_folder(target)
     size, ones = CONFIG.hidden_size, np.ones(CONFIG.hidden_size, np.float32)
     modules = {name: x for name, x in tensors.items() if ".layers." not in name}
     for i in range(count):
@@ -148,7 +148,8 @@ def write_modules(path: Path, target: Path, count: int) -> Path:
     return write_folder(path, config | changes, modules, letter_tokenizer())
 
 
-def _read(target: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+def read_folder(target: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """Read the configuration and the tensors of a directory."""
     config = json.loads((target / "config.json").read_text())
     return config, load_file(target / "model.safetensors")
 
