@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -244,7 +244,7 @@ class MtpCheckpoint(Checkpoint[ModelConfig]):
             return ()
         return tuple((at + names[0], at + names[1]) for at in self._prefixes)
 
-    @property
+    @cached_property
     def _prefixes(self) -> tuple[str, ...]:
         config, stored = self.config, family_of(self.config).modules
         return tuple(stored.prefix(config.first_layer, i) for i in range(config.num_layers))

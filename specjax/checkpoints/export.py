@@ -42,10 +42,10 @@ _PUBLISHED = {
         *("hidden_size", "target_hidden_size", "intermediate_size", "head_dim", "vocab_size"),
         *("draft_vocab_size", "rms_norm_eps", "rope_theta", "rope_scaling", "norm_output"),
         *("max_position_embeddings", "norm_before_residual", "norm_before_fc", "mask_token_id"),
-        *("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"),
     )
 }
-
+# settings of mixtures of experts, which have their published names
+_EXPERTS = "num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"
 # of mixtures of experts: they stay whole
 _ROUTERS = (r"re:.*\.(mlp|block_sparse_moe)\.(gate|shared_expert_gate|router\.layer)$",)
 
@@ -200,6 +200,7 @@ def published_target(config: ModelConfig) -> dict[str, Any]:
     values = dataclasses.asdict(config)
     return {
         **{name: values[ours] for name, ours in _PUBLISHED.items() if ours in values},
+        **{name: values[name] for name in _EXPERTS if name in values},
         "model_type": config.model_type,
         "tie_word_embeddings": config.tie_word_embeddings,
         "eos_token_id": list(config.eos_token_ids),
@@ -216,7 +217,7 @@ def _published_head(config: DraftConfig) -> dict[str, Any]:
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
         "hidden_act": config.activation,
-        **{name: values[ours] for name, ours in _PUBLISHED.items() if ours in values},
+        **{name: values[ours] for name, ours in _PUBLISHED.items()},
         "eagle_config": {
             "eagle_aux_hidden_state_layer_ids": list(config.feature_layers),
             "use_aux_hidden_state": True,
