@@ -12,7 +12,7 @@ from specjax.engine.args import EngineArgs
 from specjax.kernels import deterministic as deterministic_kernels
 from specjax.kernels import kv_format
 from specjax.kv.holding import KVWrites
-from specjax.models import registry
+from specjax.models import experts, registry
 from specjax.models.declare import pool_windows
 from specjax.models.flat import Networks
 from specjax.models.placement import Placement
@@ -25,7 +25,12 @@ logger = logging.getLogger(__name__)
 # this granule keeps the number of pages, and so the compiled functions, the same.
 MEMORY_GRANULE = 2**28
 # who may refuse a model or a device
-OWNERS = (deterministic_kernels.refusals, registry.refusals, kv_format.refusals)
+OWNERS = (
+    deterministic_kernels.refusals,
+    registry.refusals,
+    experts.refusals,
+    kv_format.refusals,
+)
 
 
 @dataclass(frozen=True)

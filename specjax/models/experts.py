@@ -5,7 +5,7 @@ experts of a layer are two stacks of matrices, which one kernel each multiplies 
 chose them. Their sums go to the next norm, which adds them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -21,15 +21,11 @@ from specjax.json_file import Fields, Flag, PositiveSize, Size
 from specjax.kernels.add_norm import ordered_sum, whole
 from specjax.kernels.choose_experts import choose_experts
 from specjax.kernels.dot import plain_dot
-from specjax.kernels.grouped_experts import grouped_experts
+from specjax.kernels.grouped_experts import MAX_FLOAT32_ROWS, grouped_experts
 from specjax.models.declare import Part, Recipe, weight
 from specjax.models.family import alike
 from specjax.models.layers import ACTIVATIONS, MLP, LayerKind
 from specjax.models.weights import Kernel, QuantArray, abstract_kernel
-
-# from this number of tokens on, the sums of the experts are added here: as partial sums, they would
-# take K times the memory of the residual stream
-MAX_SUMMED_ROWS = 512
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,7 +140,8 @@ class Experts(nnx.Module):
                 gate = plain_dot(rows, self.shared_gate[...], jnp.float32, **how)
                 shared = (shared.astype(jnp.float32) * jax.nn.sigmoid(gate)).astype(x.dtype)
             sums = jnp.concatenate([sums, shared.astype(sums.dtype)[None]])
-        if len(sums) == 1 or len(rows) > MAX_SUMMED_ROWS:
+        # partial sums of many tokens would take K times the memory of the residual stream
+        if len(sums) == 1 or len(rows) > MAX_FLOAT32_ROWS:
             return ordered_sum(sums.astype(jnp.float32)).astype(x.dtype).reshape(x.shape)
         return sums.reshape(len(sums), *x.shape)
 
@@ -208,6 +205,18 @@ def _stack(kind: LayerKind, at: str, in_size: int, count: int, **outputs: int) -
         shape = abstract_kernel(in_size, sum(sizes), dtypes, num_parts=1)
     recipe = Recipe(tuple(parts), stacks=tuple(stacks))
     return nnx.Param(shape, recipe=recipe, split=None, stddev=stddev)
+
+
+def refusals(config: ModelConfig, device: jax.Device, *, deterministic: bool) -> Iterator[str]:
+    """Why the experts of a model cannot run on a device."""
+    if not deterministic or not isinstance(config, MixtureConfig):
+        return
+    widths = config.moe_intermediate_size, config.shared_expert_intermediate_size
+    if any(width % 16 for width in widths):
+        yield (
+            "enable_deterministic_inference=True needs multiples of 16 as the widths of experts, "
+            f"not {widths[0]} and {widths[1]}"
+        )
 
 
 def mixture_layers(config: MixtureConfig, **differences: Any) -> tuple[LayerKind, ...]:

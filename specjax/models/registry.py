@@ -115,14 +115,6 @@ def refusals(config: ModelConfig, device: jax.Device, *, deterministic: bool) ->
                 f"{sorted(options)} of the model's layers"
             )
 
-    keys = "moe_intermediate_size", "shared_expert_intermediate_size"
-    widths = [getattr(config, key, 0) for key in keys]
-    if deterministic and any(width % 16 for width in widths):
-        yield (
-            "enable_deterministic_inference=True needs multiples of 16 as the widths of experts, "
-            f"not {widths[0]} and {widths[1]}"
-        )
-
 
 def layer_kinds(config: ModelConfig, implementation: str | None = None) -> tuple[LayerKind, ...]:
     """The kinds of the layers, with the exponents of their stored keys and values."""

@@ -17,7 +17,7 @@ from specjax.disaggregation.rows import check_facts
 from specjax.engine.args import EngineArgs
 from specjax.engine.plan import OWNERS
 from specjax.engine.requests import DEFAULT_SEED
-from specjax.models import registry
+from specjax.models import experts
 from specjax.models.experts import MixtureConfig
 from specjax.runtime.runner import ModelRunner
 from specjax.testing import Files
@@ -67,10 +67,10 @@ def test_models_that_it_does_not_cover_are_refused(changes: dict[str, Any], reas
 
 def test_experts_of_odd_widths_are_refused() -> None:
     model, gpu = replace(MIXTURE, moe_intermediate_size=100), jax.devices()[0]
-    (refusal,) = registry.refusals(model, gpu, deterministic=True)
+    (refusal,) = experts.refusals(model, gpu, deterministic=True)
     assert "needs multiples of 16 as the widths of experts, not 100 and 0" in refusal
-    assert not [*registry.refusals(model, gpu, deterministic=False)]
-    assert not [*registry.refusals(MIXTURE, gpu, deterministic=True)]
+    assert not [*experts.refusals(model, gpu, deterministic=False)]
+    assert not [*experts.refusals(MIXTURE, gpu, deterministic=True)]
 
 
 @pytest.mark.parametrize(
