@@ -6,6 +6,7 @@ row and its sums have a fixed order, so a row has the same bits in any batch.
 Axes: R rows, E experts, k chosen experts of a row.
 """
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -22,6 +23,18 @@ TINY = 1e-20
 LOWEST = float(jnp.finfo(jnp.float32).min)
 
 
+@dataclass(frozen=True)
+class _Rule:
+    """The options of :func:`choose_experts`."""
+
+    top_k: int
+    scoring: str
+    is_normalised: bool
+    scale: float
+    num_groups: int
+    top_groups: int
+
+
 def _scores(logits: Array, scoring: str) -> Array:
     if scoring == "sigmoid":
         return 1.0 / (1.0 + jnp.exp(-logits))
@@ -33,32 +46,21 @@ def _ranks(values: Array) -> Array:
     return jnp.where(values > LOWEST, values, LOWEST)
 
 
-def _reference(
-    logits: Array,
-    bias: Array,
-    is_real: Array,
-    *,
-    top_k: int,
-    scoring: str,
-    is_normalised: bool,
-    scale: float,
-    num_groups: int,
-    top_groups: int,
-) -> tuple[Array, Array]:
-    scores = _scores(logits, scoring)
+def _reference(logits: Array, bias: Array, is_real: Array, rule: _Rule) -> tuple[Array, Array]:
+    num_groups, scores = rule.num_groups, _scores(logits, rule.scoring)
     ranks = _ranks(scores + bias)
     if num_groups > 1:
         grouped = ranks.reshape(len(ranks), num_groups, -1)
         sums = _ranks(jnp.sum(jax.lax.top_k(grouped, 2)[0], axis=-1))
-        best = jax.lax.top_k(sums, top_groups)[1]
+        best = jax.lax.top_k(sums, rule.top_groups)[1]
         is_best = jnp.any(best[:, :, None] == jnp.arange(num_groups), axis=1)
         ranks = jnp.where(is_best[:, :, None], grouped, -jnp.inf).reshape(ranks.shape)
-    ids = jax.lax.top_k(ranks, top_k)[1].astype(jnp.int32)
+    ids = jax.lax.top_k(ranks, rule.top_k)[1].astype(jnp.int32)
     weights = jnp.take_along_axis(scores, ids, axis=1)
-    if is_normalised:
+    if rule.is_normalised:
         weights /= jnp.sum(weights, axis=1, keepdims=True) + TINY
     is_real = is_real[:, None] > 0
-    return jnp.where(is_real, ids, -1), jnp.where(is_real, weights * scale, 0.0)
+    return jnp.where(is_real, ids, -1), jnp.where(is_real, weights * rule.scale, 0.0)
 
 
 def specjax_choose_experts(
@@ -68,19 +70,15 @@ def specjax_choose_experts(
     ids_ref: Any,
     weights_ref: Any,
     *,
-    top_k: int,
-    scoring: str,
-    is_normalised: bool,
-    scale: float,
-    num_groups: int,
-    top_groups: int,
+    rule: _Rule,
 ) -> None:
     """Kernel body: one program per row. A rank of -inf is never the best one."""
+    num_groups, top_k = rule.num_groups, rule.top_k
     row, num_experts = pl.program_id(0), logits_ref.shape[1]
     experts = jnp.arange(power_of_two(num_experts), dtype=jnp.int32)
     is_expert = experts < num_experts
     logits = load(logits_ref.at[row, experts], mask=is_expert, other=-jnp.inf)
-    scores = _scores(logits, scoring)
+    scores = _scores(logits, rule.scoring)
     bias = load(bias_ref.at[experts], mask=is_expert, other=0.0)
     ranks = jnp.where(is_expert, _ranks(scores + bias), -jnp.inf)
 
@@ -105,8 +103,8 @@ def specjax_choose_experts(
 
         sums = jnp.full(len(groups), -jnp.inf, jnp.float32)
         sums = jax.lax.fori_loop(0, num_groups, add, sums)
-        nobody = jnp.zeros(len(experts), jnp.bool_)
-        _, is_best = jax.lax.fori_loop(0, top_groups, keep, (sums, nobody))
+        none = jnp.zeros(len(experts), jnp.bool_)
+        _, is_best = jax.lax.fori_loop(0, rule.top_groups, keep, (sums, none))
         ranks = jnp.where(is_best, ranks, -jnp.inf)
 
     places = jnp.arange(power_of_two(top_k), dtype=jnp.int32)
@@ -122,11 +120,13 @@ def specjax_choose_experts(
     blank = jnp.zeros(len(places), jnp.float32)
     carry = (ranks, jnp.full(len(places), -1, jnp.int32), blank, jnp.float32(0))
     _, ids, weights, total = jax.lax.fori_loop(0, top_k, choose, carry)
-    if is_normalised:
+    if rule.is_normalised:
         weights /= total + TINY
     is_real, is_stored = is_real_ref[row] > 0, places < top_k
     store(ids_ref.at[row, places], jnp.where(is_real, ids, -1), mask=is_stored)
-    store(weights_ref.at[row, places], jnp.where(is_real, weights * scale, 0.0), mask=is_stored)
+    store(
+        weights_ref.at[row, places], jnp.where(is_real, weights * rule.scale, 0.0), mask=is_stored
+    )
 
 
 def choose_experts(
@@ -182,18 +182,11 @@ def choose_experts(
     bias = jnp.zeros(num_experts, jnp.float32) if bias is None else bias
     # as integers, because the lowering types pointers to bool as one bit wide
     real = jnp.ones(num_rows, jnp.int32) if is_real is None else is_real.astype(jnp.int32)
-    options: dict[str, Any] = {
-        "top_k": top_k,
-        "scoring": scoring,
-        "is_normalised": is_normalised,
-        "scale": scale,
-        "num_groups": num_groups,
-        "top_groups": top_groups,
-    }
+    rule = _Rule(top_k, scoring, is_normalised, scale, num_groups, top_groups)
     if implementation == "xla" or num_rows == 0:
-        return _reference(logits, bias, real, **options)
+        return _reference(logits, bias, real, rule)
     experts, weights = triton_call(
-        partial(specjax_choose_experts, **options),
+        partial(specjax_choose_experts, rule=rule),
         grid=(num_rows,),
         out_shape=(
             jax.ShapeDtypeStruct((num_rows, top_k), jnp.int32),
