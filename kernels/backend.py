@@ -41,6 +41,19 @@ power_of_two = pl.next_power_of_2
 # of two values of KV, see kv_format.py
 WORD = jnp.dtype(jnp.uint16)
 
+# Four values of e4m3 to bfloat16, which has the same bits in other places: each byte becomes the
+# high one of two, its exponent and mantissa move right by 4, and a product with 2^120, the
+# difference of the exponents' biases, makes subnormal values normal.
+FROM_E4M3 = """{
+    .reg .b32 x, y, s, one, zero;
+    mov.b32 one, 0x7b807b80; mov.b32 zero, 0x80008000;
+    prmt.b32 x, $2, 0, 0x1404; prmt.b32 y, $2, 0, 0x3424;
+    and.b32 s, x, 0x80008000; shr.u32 x, x, 4; and.b32 x, x, 0x07f007f0; or.b32 x, x, s;
+    fma.rn.bf16x2 $0, x, one, zero;
+    and.b32 s, y, 0x80008000; shr.u32 y, y, 4; and.b32 y, y, 0x07f007f0; or.b32 y, y, s;
+    fma.rn.bf16x2 $1, y, one, zero;
+}"""
+
 
 def resolve(
     implementation: str | None = None,
@@ -93,6 +106,25 @@ def row_dot(x: jax.Array, y: jax.Array, *, transpose: bool) -> jax.Array:
     return jax.lax.dot_general(
         x, y, (contracting, ((), ())), precision=precision, preferred_element_type=jnp.float32
     )
+
+
+def widen(x: jax.Array, dtype: jnp.dtype | type, implementation: str) -> jax.Array:
+    """Cast values of a matrix in a kernel; NaN of e4m3 may become a number.
+
+    The compiler converts e4m3 to bfloat16 by way of float16 and float32, which takes longer than
+    reading the values from memory.
+    """
+    is_fast = x.dtype == jnp.float8_e4m3fn and dtype == jnp.bfloat16
+    if implementation != "pallas" or not is_fast:
+        return x.astype(dtype)
+    (wide,) = inline_ptx(
+        FROM_E4M3,
+        args=[x],
+        constraints="=r,=r,r",
+        pack=4,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, jnp.bfloat16)],
+    )
+    return wide
 
 
 def triton_call(

@@ -1,11 +1,13 @@
 """Choose the experts of each row of a mixture, and their weights, in one launch.
 
-A program has all scores of its row in registers and finds the best one k times. It reads no other
-row and its sums have a fixed order, so a row has the same bits in any batch.
+A program has all scores of its row in registers and finds the best one k times, which is a chain of
+k reductions. It reads no other row and its sums have a fixed order, so a row has the same bits in
+any batch.
 
 Axes: R rows, E experts, k chosen experts of a row.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -35,11 +37,13 @@ class _Rule:
     top_groups: int
 
 
-def _scores(logits: Array, scoring: str) -> Array:
+def _scores(logits: Array, scoring: str) -> Callable[[Array], Array]:
+    """The function from some logits of rows ``[..., E]`` to their scores."""
     if scoring == "sigmoid":
-        return 1.0 / (1.0 + jnp.exp(-logits))
-    powers = jnp.exp(logits - jnp.max(logits, axis=-1, keepdims=True))
-    return powers / jnp.sum(powers, axis=-1, keepdims=True)
+        return lambda some: 1.0 / (1.0 + jnp.exp(-some))
+    most = jnp.max(logits, axis=-1, keepdims=True)
+    total = jnp.sum(jnp.exp(logits - most), axis=-1, keepdims=True)
+    return lambda some: jnp.exp(some - most) / total
 
 
 def _ranks(values: Array) -> Array:
@@ -47,7 +51,7 @@ def _ranks(values: Array) -> Array:
 
 
 def _reference(logits: Array, bias: Array, is_real: Array, rule: _Rule) -> tuple[Array, Array]:
-    num_groups, scores = rule.num_groups, _scores(logits, rule.scoring)
+    num_groups, scores = rule.num_groups, _scores(logits, rule.scoring)(logits)
     ranks = _ranks(scores + bias)
     if num_groups > 1:
         grouped = ranks.reshape(len(ranks), num_groups, -1)
@@ -78,27 +82,27 @@ def specjax_choose_experts(
     experts = jnp.arange(power_of_two(num_experts), dtype=jnp.int32)
     is_expert = experts < num_experts
     logits = load(logits_ref.at[row, experts], mask=is_expert, other=-jnp.inf)
-    scores = _scores(logits, rule.scoring)
+    to_scores = _scores(logits, rule.scoring)
     bias = load(bias_ref.at[experts], mask=is_expert, other=0.0)
-    ranks = jnp.where(is_expert, _ranks(scores + bias), -jnp.inf)
+    ranks = jnp.where(is_expert, _ranks(to_scores(logits) + bias), -jnp.inf)
 
-    def pop(ranks: Array, numbers: Array) -> tuple[Array, Array, Array]:
-        """The best rank, the lowest number that has it, and the ranks without it."""
-        best = jnp.max(ranks)
-        number = jnp.min(jnp.where(ranks == best, numbers, len(numbers)))
-        return best, number, jnp.where(numbers == number, -jnp.inf, ranks)
+    def pop(ranks: Array, numbers: Array) -> tuple[Array, Array]:
+        """The lowest number that has the best rank, and the ranks without it."""
+        number = jax.lax.argmax(ranks, 0, jnp.int32)
+        return number, jnp.where(numbers == number, -jnp.inf, ranks)
 
     if num_groups > 1:
         groups = jnp.arange(power_of_two(num_groups), dtype=jnp.int32)
         group_of = experts // (num_experts // num_groups)
 
         def add(group: Array, sums: Array) -> Array:
-            first, _, others = pop(jnp.where(group_of == group, ranks, -jnp.inf), experts)
-            return jnp.where(groups == group, _ranks(first + jnp.max(others)), sums)
+            own = jnp.where(group_of == group, ranks, -jnp.inf)
+            _, others = pop(own, experts)
+            return jnp.where(groups == group, _ranks(jnp.max(own) + jnp.max(others)), sums)
 
         def keep(_: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
             sums, is_best = carry
-            _, group, sums = pop(sums, groups)
+            group, sums = pop(sums, groups)
             return sums, is_best | (group_of == group)
 
         sums = jnp.full(len(groups), -jnp.inf, jnp.float32)
@@ -109,20 +113,19 @@ def specjax_choose_experts(
 
     places = jnp.arange(power_of_two(top_k), dtype=jnp.int32)
 
-    def choose(j: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
-        ranks, ids, weights, total = carry
-        _, expert, ranks = pop(ranks, experts)
-        weight = jnp.sum(jnp.where(experts == expert, scores, 0.0))
-        is_place = places == j
-        ids, weights = jnp.where(is_place, expert, ids), jnp.where(is_place, weight, weights)
-        return ranks, ids, weights, total + weight
+    def choose(j: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        ranks, ids = carry
+        expert, ranks = pop(ranks, experts)
+        return ranks, jnp.where(places == j, expert, ids)
 
-    blank = jnp.zeros(len(places), jnp.float32)
-    carry = (ranks, jnp.full(len(places), -1, jnp.int32), blank, jnp.float32(0))
-    _, ids, weights, total = jax.lax.fori_loop(0, top_k, choose, carry)
+    _, ids = jax.lax.fori_loop(0, top_k, choose, (ranks, jnp.zeros(len(places), jnp.int32)))
+    # read again, because a reduction for each of them would take longer
+    is_stored = places < top_k
+    chosen = load(logits_ref.at[row, ids], mask=is_stored, other=0.0)
+    weights = jnp.where(is_stored, to_scores(chosen), 0.0)
     if rule.is_normalised:
-        weights /= total + TINY
-    is_real, is_stored = is_real_ref[row] > 0, places < top_k
+        weights /= jnp.sum(weights) + TINY
+    is_real = is_real_ref[row] > 0
     store(ids_ref.at[row, places], jnp.where(is_real, ids, -1), mask=is_stored)
     store(
         weights_ref.at[row, places], jnp.where(is_real, weights * rule.scale, 0.0), mask=is_stored

@@ -5,7 +5,8 @@ by expert first, so that the weights of an expert are read once for up to a tile
 rows are few, each slot is a group, which saves a launch. Weights of other experts are not read.
 
 A row has the same bits in any batch: each sum adds its inputs in ascending steps, and the size of a
-step follows from the matrix only. Groups and tiles choose which rows share a program.
+step follows from the matrix only. Groups and tiles choose which rows share a program. Matrices of 8
+bits need tiles of at most 32 rows for this, which only invariant implementations have.
 
 Axes: R rows, k choices, S = R k slots, E experts, D hidden, I inner, G groups of inputs.
 """
@@ -28,6 +29,7 @@ from specjax.kernels.backend import (
     row_dot,
     store,
     triton_call,
+    widen,
 )
 
 Activation = Callable[[Array, Array], Array]
@@ -35,6 +37,9 @@ Body = Callable[[Array, Array], None]  # takes slots i32 [height], and whether e
 Loop = Callable[[Body], None]
 
 MIN_HEIGHT, MAX_HEIGHT = 16, 128  # rows per tile; tensor cores need 16
+# Up to this height, products take the tensor cores' instructions for one warp. Those for four warps
+# add the products with matrices of 8 bits in another order.
+MAX_WARP_HEIGHT = 32
 MAX_DEPTH_BYTES = 256  # of a row of inputs per loop step
 SHARED_BYTES = 192 * 1024  # of shared memory for loads in flight
 MAX_LANES = 16  # programs that share the tiles of an expert
@@ -60,21 +65,22 @@ class ExpertTiles:
     max_stages: int  # loads in flight in the software pipeline, if shared memory holds them
 
     @classmethod
-    def choose(cls, num_rows: int, top_k: int, num_experts: int) -> "ExpertTiles":
+    def choose(
+        cls, num_rows: int, top_k: int, num_experts: int, max_height: int = MAX_HEIGHT
+    ) -> "ExpertTiles":
         """Tiles by the mean number of rows of an expert.
 
-        Widths and warps of up to 16 rows per expert are those of a prototype that ran within 1.1
-        of the time to read its experts at 8 to 128 rows (Qwen3-30B-A3B and gpt-oss-20b shapes,
-        H200). Larger tiles follow the ones that other engines found for an H200. They have not
-        been measured here.
+        They were the fastest of 24 to 48 per number of rows, or within 3 % of them, for layers of
+        Qwen3-30B-A3B in bfloat16 and FP8 with 1 to 8,192 rows (H200).
         """
         mean = num_rows * top_k / num_experts
         # half of the experts have more rows than the mean
-        height = min(MAX_HEIGHT, max(MIN_HEIGHT, power_of_two(math.ceil(1.5 * mean))))
-        if height == MAX_HEIGHT:
-            # programs that run at the same time read the same weights from the L2 cache
-            return cls(height, 64, 128, min(MAX_LANES, math.ceil(mean / height)), 8, 3)
-        return cls(height, 32 if num_rows <= 32 else 64, 64, 1, 4, 4)
+        height = min(max_height, max(MIN_HEIGHT, power_of_two(math.ceil(1.5 * mean))))
+        # programs that run at the same time read the same weights from the L2 cache
+        lanes = min(MAX_LANES, max(1, math.ceil(mean / height)))
+        if height > MAX_WARP_HEIGHT:
+            return cls(height, 64, 128, lanes, 8 if height == MAX_HEIGHT else 4, 3)
+        return cls(height, 32 if num_rows <= 32 else 64, 64, lanes, 4, 4)
 
 
 class _Matrix(NamedTuple):
@@ -217,6 +223,7 @@ def _products(
     matrix: _Matrix,
     expert: Array,
     outputs: tuple[Array, ...],
+    implementation: str,
 ) -> list[Array]:
     """Products f32 ``[height, width]`` of rows with some outputs of an expert's matrix."""
     depth = matrix.depth(x_ref.dtype.itemsize)
@@ -233,8 +240,8 @@ def _products(
             # scales are read before the product, which hides their latency
             is_scaled = matrix.num_groups > 1
             scale = scale_of(columns, i * depth // matrix.group_size) if is_scaled else None
-            rhs = matrix.values[expert, columns[:, None], inputs[None, :]].astype(lhs.dtype)
-            product = row_dot(lhs, rhs, transpose=True)
+            rhs = matrix.values[expert, columns[:, None], inputs[None, :]]
+            product = row_dot(lhs, widen(rhs, lhs.dtype, implementation), transpose=True)
             totals.append(total + (product if scale is None else product * scale))
         return tuple(totals)
 
@@ -248,7 +255,9 @@ def _products(
     return sums
 
 
-def specjax_experts_in(*refs: Any, tiles: ExpertTiles, activation: Activation) -> None:
+def specjax_experts_in(
+    *refs: Any, tiles: ExpertTiles, activation: Activation, implementation: str
+) -> None:
     """Kernel body: activations of gate and up for the slots of a group, in some inner columns.
 
     Slots without an expert are not written, and nothing reads them.
@@ -261,7 +270,8 @@ def specjax_experts_in(*refs: Any, tiles: ExpertTiles, activation: Activation) -
 
     def body(slot: Array, is_live: Array) -> None:
         outputs = columns, inner + columns
-        gate, up = _products(x_ref, slot // top_k, is_live, matrix, expert, outputs)
+        rows = slot // top_k
+        gate, up = _products(x_ref, rows, is_live, matrix, expert, outputs, implementation)
         mask = jnp.broadcast_to(is_live[:, None], gate.shape)
         hidden = activation(gate, up).astype(hidden_ref.dtype)
         store(hidden_ref.at[slot[:, None], columns[None, :]], hidden, mask=mask)
@@ -269,7 +279,7 @@ def specjax_experts_in(*refs: Any, tiles: ExpertTiles, activation: Activation) -
     with_expert(body)
 
 
-def specjax_experts_out(*refs: Any, tiles: ExpertTiles) -> None:
+def specjax_experts_out(*refs: Any, tiles: ExpertTiles, implementation: str) -> None:
     """Kernel body: weighted outputs for the slots of a group, zeros for those without an expert."""
     hidden_ref, weights_ref, matrix, groups, out_ref = refs
     (top_k, _, size), num_slots = out_ref.shape, hidden_ref.shape[0]
@@ -284,7 +294,8 @@ def specjax_experts_out(*refs: Any, tiles: ExpertTiles) -> None:
         store(out_ref.at[place], values.astype(out_ref.dtype), mask=mask)
 
     def body(slot: Array, is_live: Array) -> None:
-        (sums,) = _products(hidden_ref, slot, is_live, matrix, expert, (columns,))
+        inputs = hidden_ref, slot, is_live, matrix, expert, (columns,)
+        (sums,) = _products(*inputs, implementation)
         write(slot, is_live, sums * load(weights_ref.at[slot], mask=is_live, other=0.0)[:, None])
 
     with_expert(body)
@@ -370,7 +381,10 @@ def grouped_experts(
         raise ValueError(f"{size=} and {inner=} of experts must be multiples of 16")
     if implementation == "xla" or num_slots == 0 or not fits:
         return _reference(x, experts, weights, (matrix_in, matrix_out), activation, dtype)
-    tiles = ExpertTiles.choose(num_rows, top_k, num_experts) if tiles is None else tiles
+    if tiles is None:
+        is_limited = is_invariant and w_in.dtype.itemsize == 1
+        limit = MAX_WARP_HEIGHT if is_limited else MAX_HEIGHT
+        tiles = ExpertTiles.choose(num_rows, top_k, num_experts, limit)
     groups: tuple[Array, ...] = (experts.reshape(-1),)
     is_grouped = num_slots * MAX_SLOT_SHARE > num_experts
     num_groups = num_experts if is_grouped else num_slots
@@ -395,7 +409,7 @@ def grouped_experts(
         step_bytes += tiles.height * x.dtype.itemsize
         step_bytes *= matrix.depth(x.dtype.itemsize)
         return triton_call(
-            partial(body, tiles=tiles),
+            partial(body, tiles=tiles, implementation=implementation),
             grid=(num_groups, num_tiles) if lanes == 1 else (num_tiles * lanes, num_groups),
             out_shape=out,
             num_warps=tiles.num_warps,

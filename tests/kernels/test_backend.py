@@ -11,6 +11,7 @@ import pytest
 from specjax.kernels import backend
 
 from ..support.lowering import TRITON_CALL, lower_for_cuda
+from .runs import RUNS, run_jitted
 
 KERNELS = Path(__file__).parents[2] / "kernels"
 
@@ -44,6 +45,38 @@ def test_call_lowers_through_triton_under_the_name_of_the_body() -> None:
     text = lower_for_cuda(lambda x: double(x, implementation="pallas"), jnp.zeros(8, jnp.int32))
     assert TRITON_CALL in text
     assert "specjax_double" in text
+
+
+def specjax_widen(x_ref, out_ref, *, implementation):
+    out_ref[...] = backend.widen(x_ref[...], out_ref.dtype, implementation)
+
+
+def widened(x, implementation):
+    return backend.triton_call(
+        partial(specjax_widen, implementation=implementation),
+        grid=(1,),
+        out_shape=jax.ShapeDtypeStruct(x.shape, jnp.bfloat16),
+        num_warps=1,
+        implementation=implementation,
+    )(x)
+
+
+@pytest.mark.parametrize("run", RUNS[1:])
+def test_values_of_e4m3_stay_as_they_are(run) -> None:
+    """Subnormal ones and both zeros too; e4m3 lacks infinities."""
+    bits = np.arange(256, dtype=np.uint8)
+    values = bits[(bits & 0x7F) != 0x7F]
+    values = np.resize(values, 256).view(jnp.float8_e4m3fn)
+    got = run_jitted(widened, run, values)
+    np.testing.assert_array_equal(got.astype(np.float32), values.astype(np.float32))
+    np.testing.assert_array_equal(np.signbit(got), np.signbit(values))
+
+
+def test_values_of_e4m3_are_converted_by_own_instructions() -> None:
+    values = jnp.zeros(256, jnp.float8_e4m3fn)
+    text = lower_for_cuda(partial(widened, implementation="pallas"), values)
+    assert TRITON_CALL in text
+    assert "fma.rn.bf16x2" in text
 
 
 def test_only_the_one_deprecation_is_silenced() -> None:
