@@ -43,8 +43,10 @@ MAX_WARP_HEIGHT = 32
 MAX_DEPTH_BYTES = 256  # of a row of inputs per loop step
 SHARED_BYTES = 192 * 1024  # of shared memory for loads in flight
 MAX_LANES = 16  # programs that share the tiles of an expert
-# Slots are grouped if this many times their number exceeds E.
-MAX_SLOT_SHARE = 4
+# Up to as many rows, slots are not grouped: they would rarely share an expert, and a plain round of
+# one request has two rows, one of which is padding. Drafts do share: 4 rows of a chain read 11 of
+# 128 experts, not 32, and took as long as 8 grouped rows (H200, random weights).
+MAX_LONE_ROWS = 2
 MAX_CHUNK = 1024  # slots that a program groups at a time
 # Above it, partial sums have the dtype of x: they are k times as large as the rows.
 MAX_FLOAT32_ROWS = 512
@@ -386,7 +388,7 @@ def grouped_experts(
         limit = MAX_WARP_HEIGHT if is_limited else MAX_HEIGHT
         tiles = ExpertTiles.choose(num_rows, top_k, num_experts, limit)
     groups: tuple[Array, ...] = (experts.reshape(-1),)
-    is_grouped = num_slots * MAX_SLOT_SHARE > num_experts
+    is_grouped = num_rows > MAX_LONE_ROWS
     num_groups = num_experts if is_grouped else num_slots
     if is_grouped:
         lengths = num_slots, num_experts + 1

@@ -268,7 +268,7 @@ def test_lowers_for_cuda(rows, shape, scales, has_biases):
         ),
         options,
     )
-    names = ["experts_in", "experts_out"] + ["group_rows"] * (4 * rows * top_k > num)
+    names = ["experts_in", "experts_out"] + ["group_rows"] * (rows > 2)
     assert text.count(f"custom_call @{TRITON_CALL}") == len(names)
     assert all(f"specjax_{name}" in text for name in names)
 
