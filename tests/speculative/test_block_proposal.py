@@ -160,16 +160,17 @@ class Called(SimpleNamespace):
         return self.function(*inputs)
 
 
-def test_the_state_of_a_recurrent_markov_head() -> None:
-    rng, config = np.random.default_rng(2), CASES["rnn, anchor first"]
-    kernel = rng.normal(size=(SIZE + 2 * RANK, 3 * RANK))
-    reference = Reference(config, {"markov.joint.kernel": kernel}, np.zeros((1, 1)))
+@pytest.mark.parametrize("name", CASES)
+def test_a_markov_head_reads_the_token_before_and_its_state(name: str) -> None:
+    rng, config = np.random.default_rng(2), CASES[name]
+    sizes = {"gate": (SIZE + RANK, RANK), "joint": (SIZE + 2 * RANK, 3 * RANK)}
+    part = "gate" if config.markov_head == "gated" else "joint"
+    kernel = rng.normal(size=sizes[part])
+    reference = Reference(config, {f"markov.{part}.kernel": kernel}, np.zeros((1, 1)))
     table = rng.normal(size=(VOCAB, RANK))
+    parts = dict.fromkeys(sizes) | {part: lambda x: np.asarray(x) @ kernel}
     head: Any = SimpleNamespace(
-        gate=None,
-        embedding=lambda ids: table[ids],
-        joint=lambda x: np.asarray(x) @ kernel,
-        output=lambda read, dtype: read,
+        embedding=lambda ids: table[ids], output=lambda read, dtype: read, **parts
     )
     hidden, state = rng.normal(size=(3, SIZE)), np.zeros(RANK)
     ours: Any = np.zeros((1, RANK))
