@@ -147,10 +147,12 @@ def test_rounds(name: str, tmp_path: Path) -> None:
         page_size=4,
         context_length=80,
         max_running_requests=2,
+        batch_buckets=(2,),
         max_total_tokens=200,
         chunked_prefill_size=8,
         skip_tokenizer_init=True,
         compile_cache_dir=None,
+        compile_on_use=True,
     ) as engine:
         results = engine.generate(
             input_ids=prompts,
@@ -186,7 +188,9 @@ def test_smollm2_greedy_text() -> None:
         dtype="float32",
         context_length=128,
         max_running_requests=2,
+        batch_buckets=(2,),
         compile_cache_dir=None,
+        compile_on_use=True,
     ) as engine:
         results = engine.generate(prompts, {"temperature": 0.0, "max_new_tokens": count})
     for result, ids in zip(results, expected, strict=True):

@@ -112,6 +112,7 @@ def test_rounds(tmp_path: Path) -> None:
         chunked_prefill_size=8,
         skip_tokenizer_init=True,
         compile_cache_dir=None,
+        compile_on_use=True,
     ) as engine:
         params = [
             {"temperature": 0.0, "ignore_eos": True, "max_new_tokens": count} for count in counts

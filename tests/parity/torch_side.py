@@ -7,6 +7,9 @@ import numpy as np
 import torch
 import transformers
 
+# threads of tiny products mostly wait for each other, and keep the cores from other processes
+torch.set_num_threads(1)
+
 # Vocabulary and head counts are odd on purpose. head_dim is explicit if the family allows it.
 SMALL = {
     "vocab_size": 131,
