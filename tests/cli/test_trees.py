@@ -156,6 +156,7 @@ def test_watched_rounds_bring_the_same_tokens(engine: Engine, sampling) -> None:
     assert engine.generate(PROMPT, params)["output_ids"] == ids
 
 
+@pytest.mark.long_after(4)
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "seeded"])
 def test_the_command_prints_the_text_and_then_the_trees(
     engine: Engine, sampling, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

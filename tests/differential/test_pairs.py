@@ -50,7 +50,7 @@ ROWS: list[Row] = [
     ("P-EAGLE", "chain", "in turn", 16, "here", "adaptive", 3),
     ("P-EAGLE", "cut chain", "ahead", 1, "split", "fixed", 1),
 ]
-OFTEN = (1, 2, 3, 4, 7, 10, 11, 14, 16, 18, 19)  # rows with all algorithms and other values
+OFTEN = (1, 3, 7, 10, 11, 14, 16, 18, 19)  # the fewest rows with all algorithms and other values
 
 
 def is_accepted(row: Row, drafts: Drafts) -> bool:

@@ -38,8 +38,9 @@ def test_every_algorithm_is_in_the_table() -> None:
     assert {name for name, _ in ROWS} == set(FORMATS)
 
 
+OFTEN = (0, 2)  # rows with weights of both sizes, and with activations of 8 bits
 RUNS = [
-    pytest.param(*one, marks=pytest.mark.long if i > 5 else [], id=f"{one[0]}-{one[1][0]}-cpu")
+    pytest.param(*one, marks=() if i in OFTEN else pytest.mark.long, id=f"{one[0]}-{one[1][0]}-cpu")
     for i, one in enumerate(ROWS)
 ] + [
     pytest.param(*one, marks=pytest.mark.gpu, id=f"{one[0]}-{one[1][0]}-gpu")
@@ -48,7 +49,6 @@ RUNS = [
 ]
 
 
-@pytest.mark.long_after(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "row"), RUNS)
 def test_engines_equal_plain_decoding(files, drafts, name, row) -> None:

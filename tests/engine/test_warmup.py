@@ -202,7 +202,7 @@ def test_the_command_compiles_all_engine_functions(files, warmed, tmp_path, caps
     assert [f["key"] for f in result["functions"]] == [f.key for f in warmed.functions]
 
 
-@pytest.mark.long_after(3)
+@pytest.mark.long_after(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "extra",

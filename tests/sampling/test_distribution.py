@@ -192,11 +192,11 @@ def test_pairs_of_tokens_follow_the_target(shape, acceptance):
 
 @pytest.mark.slow
 def test_lower_thresholds_accept_more():
-    accs = [Acceptance(threshold_acc=acc) for acc in (1 - 1e-7, 0.7, 0.2)]
+    accs = [Acceptance(threshold_acc=acc) for acc in (1 - 1e-7, 0.2)]
     rates = [pairs(TREE, acceptance, PARAMS, 4)[2] for acceptance in accs]
-    assert rates[0] + 0.1 < rates[1] < rates[2] - 0.1
+    assert rates[0] + 0.2 < rates[1]
     with pytest.raises(AssertionError):
-        assert_pairs_follow(TREE, accs[2])
+        assert_pairs_follow(TREE, accs[1])
 
 
 UNTOUCHED = [

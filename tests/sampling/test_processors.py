@@ -147,7 +147,7 @@ def test_state_follows_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
     """With drafts, few pages, chunked prompts and prompts in the prefix cache."""
     made, found = make_runner(EAGLE3, 3), []
     monkeypatch.setattr(processors, "PROCESSORS", (Remainders(), *processors.PROCESSORS))
-    for shape in DraftShape.chain(0), DraftShape.chain(3), DraftShape(3, 2, 6):
+    for shape in DraftShape.chain(0), DraftShape(3, 2, 6):
         config = replace(made.config, shapes=(shape,))
         runner = new_runner(made.networks, config, *copied_weights())
         requests = []
@@ -163,7 +163,7 @@ def test_state_follows_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
             assert not shape.steps or sum(info["spec_num_correct_drafts"] for info in infos) > 0
             requests += mine
         found.append([request.output_ids for request in requests])
-    assert found[0] == found[1] == found[2]
+    assert found[0] == found[1]
     for ids in found[0]:
         assert len(ids) == 40
         assert ((np.array(ids[1:]) - np.cumsum(ids)[:-1]) % 3 != 0).all()

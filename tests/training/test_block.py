@@ -86,7 +86,7 @@ def test_loss_equals_one_block_at_a_time(tiny, corpus, kind, monkeypatch):
         changes |= {"has_confidence_head": False, "confidence_with_markov": False}
     config = block_draft_config(tiny.model, **changes)
     vocabulary = np.sort(np.random.default_rng(3).permutation(61)[: config.draft_vocab_size])
-    options = TrainConfig(batch_rows=2, row_length=32, anchors=20, hard_weight=0.6)
+    options = TrainConfig(batch_rows=2, row_length=32, anchors=9, hard_weight=0.6)
     scale = np.random.default_rng(4).uniform(0.2, 5.0, config.feature_size)
     trainer = BlockTrainer(options, config, tiny.flat, tiny.weights, vocabulary, scale)
     batch = jax.tree.map(lambda x: jnp.asarray(x[:2]), pack(corpus, 32, 0, 0.5))
@@ -99,7 +99,7 @@ def test_loss_equals_one_block_at_a_time(tiny, corpus, kind, monkeypatch):
     )
     wanted = np.asarray(target.logits(hidden))
     key = jax.random.fold_in(jax.random.key(0), 0)
-    anchors = draw_anchors(batch, 20, NUM_DRAFTS, key)
+    anchors = draw_anchors(batch, options.anchors, NUM_DRAFTS, key)
     sums = np.zeros((5, NUM_DRAFTS))
     for line, i in np.argwhere(np.asarray(anchors.is_real)):
         p = int(anchors.rows[line, i])
@@ -201,6 +201,7 @@ def test_serving_accepts_as_training_predicts(tiny, sampler, tmp_path):
         max_running_requests=4,
         batch_buckets=[4],
         show_progress=False,
+        compile_on_use=True,
     ) as engine:
         found = engine.generate(
             input_ids=prompts, sampling_params={"temperature": 0.0, "max_new_tokens": 24}
