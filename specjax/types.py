@@ -259,6 +259,18 @@ class SamplingTable:
     bias_values: Annotated[Array, np.float32, MAX_LOGIT_BIAS]  # [R, M]
 
 
+class TokenInputs(NamedTuple):
+    """Facts about the tokens ``[B, T]`` of a pass that the layers of a model may read."""
+
+    is_real: Array  # bool [B, T]; the results of padding are not used
+    request: Array  # i32 [B, T], the request of each token; arbitrary for padding
+    sampling: SamplingTable  # parameters of the requests
+
+    def parameter(self, name: str) -> Array:
+        """A column of the sampling table, for each token ``[B, T, ...]``."""
+        return getattr(self.sampling, name)[self.request]  # type: ignore[no-any-return]
+
+
 # [L, KV indices, *values of a token] of layers with equal caches; None if there are none
 Pools = tuple[Array | None, ...]
 

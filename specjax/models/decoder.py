@@ -19,6 +19,7 @@ from specjax.models.layers import Attend, DecoderLayer, Embedding, Linear
 from specjax.models.registry import layer_kinds
 from specjax.models.rope import rope_tables
 from specjax.models.weights import dot, take_outputs
+from specjax.types import TokenInputs
 
 
 class CausalLM(nnx.Module):
@@ -46,7 +47,7 @@ class CausalLM(nnx.Module):
         kv: Any,
         attend: Attend | tuple[Attend, ...],
         feature_layers: tuple[int, ...] = (),
-        is_real: Array | None = None,
+        by_token: TokenInputs | None = None,
         routes: list[Array] | None = None,
     ) -> tuple[Array, Array, Any]:
         """Return hidden states ``[B, T, D]`` after the final norm, features ``[B, T, F]`` and kv.
@@ -55,10 +56,9 @@ class CausalLM(nnx.Module):
         (a KV pool, a dense cache, or nothing), or both are tuples, with an entry for each pool. The
         features are the un-normed residual stream after each of ``feature_layers`` (EAGLE-3's
         auxiliary hidden states). If ``feature_layers`` is empty, the feature is the hidden state,
-        as in EAGLE-1/2. Where ``is_real``, bool ``[B, T]``, is false, a token is padding, whose
-        results are not used; mixtures of experts then read no expert for it. To ``routes``, if it
-        is a list, each layer with experts appends those that its router chose, i32 ``[B * T, K]``,
-        or -1 for padding.
+        as in EAGLE-1/2. ``by_token`` is what layers may read of the tokens and their requests;
+        mixtures of experts read no expert for padding. To ``routes``, if it is a list, each layer
+        with experts appends those that its router chose, i32 ``[B * T, K]``, or -1 for padding.
         """
         x = self.embedding(tokens)
         if self.config.embedding_scale != 1.0:
@@ -72,7 +72,7 @@ class CausalLM(nnx.Module):
 
         def run(pool: int, structure: Any, weights: Any, *inputs: Any) -> Any:
             layer = nnx.merge(structure, weights)
-            outputs = layer(*inputs, attends[pool], is_real=is_real)
+            outputs = layer(*inputs, attends[pool], by_token=by_token)
             return outputs, jax.tree.leaves(nnx.pop(layer, nnx.Intermediate))
 
         if resolve(self.implementation) != "xla":

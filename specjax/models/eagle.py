@@ -40,6 +40,7 @@ from specjax.models.layers import (
 )
 from specjax.models.registry import family_of, layer_kinds
 from specjax.models.rope import rope_tables
+from specjax.types import TokenInputs
 
 
 class DraftVocabulary(nnx.Variable):
@@ -271,18 +272,18 @@ class MtpHead(TargetVocabulary, nnx.Module):
         positions: Array,
         kv: Any,
         attend: Attend,
-        is_real: Array | None = None,
+        by_token: TokenInputs | None = None,
     ) -> tuple[Array, Any]:
         """Run module ``index``, which uses that layer of ``kv``; return its states ``[B, T, D]``.
 
         ``embeds`` and ``hidden`` are ``[B, T, D]``; ``hidden`` is at positions i32 ``[B, T]``.
-        Where ``is_real``, bool ``[B, T]``, is false, the states are not used.
+        ``by_token`` is what the layer may read of the tokens.
         """
         module = self.modules[index]
         inputs = [module.hidden_norm(hidden), module.token_norm(embeds)]
         x = jnp.concatenate(inputs[::-1] if self.is_token_first else inputs, axis=-1)
         rope = rope_tables(module.layer.kind.rope, positions)
-        layer = partial(module.layer, is_real=is_real)
+        layer = partial(module.layer, by_token=by_token)
         _, x, delta, kv = layer(module.fc(x), None, rope, kv, index, attend)
         return module.norm.add(x, delta)[1], kv
 

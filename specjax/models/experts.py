@@ -26,6 +26,7 @@ from specjax.models.declare import Part, Recipe, weight
 from specjax.models.family import alike
 from specjax.models.layers import ACTIVATIONS, MLP, LayerKind
 from specjax.models.weights import Kernel, QuantArray, abstract_kernel
+from specjax.types import TokenInputs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,11 +100,11 @@ class Experts(nnx.Module):
         gate = partial(weight, f"{at}shared_expert_gate.weight", (1, size), dtype)
         self.shared_gate = gate(stddev=size**-0.5) if config.has_shared_expert_gate else None
 
-    def __call__(self, x: Array, is_real: Array | None = None) -> Array:
+    def __call__(self, x: Array, by_token: TokenInputs | None = None) -> Array:
         """Map ``[B, T, D]`` to ``[B, T, D]`` or partial sums of it.
 
-        Where ``is_real [B, T]`` is false, no expert is read, and the result is that of the shared
-        expert alone. The chosen experts i32 ``[B * T, K]``, or -1, become the attribute ``chosen``.
+        For padding, no expert is read, and the result is that of the shared expert alone. The
+        chosen experts i32 ``[B * T, K]``, or -1, become the attribute ``chosen``.
         """
         config, implementation = self.config, self.kind.implementation
         rows = x.reshape(-1, x.shape[-1])
@@ -117,7 +118,7 @@ class Experts(nnx.Module):
             scale=config.routed_scaling_factor,
             num_groups=config.n_group,
             top_groups=config.topk_group,
-            is_real=None if is_real is None else is_real.reshape(-1),
+            is_real=None if by_token is None else by_token.is_real.reshape(-1),
             implementation=implementation,
         )
         self.chosen = nnx.Intermediate(experts)  # which CausalLM takes out of the layer

@@ -25,6 +25,7 @@ from specjax.kernels.rope_store import normed, rotate
 from specjax.models.declare import Cache, Part, Recipe, joined, weight
 from specjax.models.rope import RopeTables, rotated_rows
 from specjax.models.weights import abstract_kernel, dot, partial_dot, take_outputs
+from specjax.types import TokenInputs
 
 # attend(kv, layer, q [B,T,N,H], k [B,T,KV,H], v [B,T,KV,H], rope, **options) -> (kv, output in the
 # shape of q). It normalises and rotates q and k, stores k and v in `kv` of any type, and returns
@@ -336,10 +337,12 @@ class Attention(nnx.Module):
         layer: int,
         attend: Attend,
         row: Array | None = None,
+        by_token: TokenInputs | None = None,
     ) -> tuple[Array, Any]:
         """Map ``[B, T, in_size]`` to ``[B, T, D]`` or partial sums of it; also return updated kv.
 
         With ``row`` i32 ``[B]``, all rows are stored, but only this row is output: ``[B, 1, D]``.
+        ``by_token`` is ignored.
         """
         heads, kv_heads, dim = self.shape
         joined = self.qkv.partial_sums(x)
@@ -408,8 +411,8 @@ class MLP(nnx.Module):
         self.gate_up = linear(size, at, *tensors, fused="gate_up_proj", split="out")
         self.down = linear(inner, at, Part("down_proj", (size,)), split="in")
 
-    def __call__(self, x: Array, is_real: Array | None = None) -> Array:
-        """Map ``[..., D]`` to ``[..., D]`` or partial sums of it; ignores ``is_real [...]``."""
+    def __call__(self, x: Array, by_token: TokenInputs | None = None) -> Array:
+        """Map ``[..., D]`` to ``[..., D]`` or partial sums of it; ignores ``by_token``."""
         gate, up = jnp.split(self.gate_up(x), 2, axis=-1)
         activation = ACTIVATIONS[self.kind.activation]
         return self.down.partial_sums(activation(gate) * up)
@@ -443,19 +446,19 @@ class DecoderLayer(nnx.Module):
         layer: int,
         attend: Attend,
         row: Array | None = None,
-        is_real: Array | None = None,
+        by_token: TokenInputs | None = None,
     ) -> tuple[Array, Array, Array, Any]:
         """Return ``x + delta``, the layer's output as two summands, and the updated kv.
 
         The next norm adds the summands, so that addition and norm run as one kernel. With ``row``
-        i32 ``[B]``, the output has only this row: ``[B, 1, D]``. Where ``is_real``, bool in the
-        shape of the output without its last axis, is false, the output is not used.
+        i32 ``[B]``, the output has only this row: ``[B, 1, D]``. ``by_token`` is what mixer and
+        feed-forward may read of the tokens ``[B, T]``; with ``row``, it is None.
         """
         x, normed = _add_norm(self.input_norm, x, delta)
-        mixed, kv = self.attention(normed, rope, kv, layer, attend, row)
+        mixed, kv = self.attention(normed, rope, kv, layer, attend, row, by_token)
         mixed = self._output(self.attention_output_norm, x, mixed)
         middle, normed = _add_norm(self.post_attention_norm, pick_row(x, row), mixed)
-        return x, middle, self._output(self.mlp_output_norm, x, self.mlp(normed, is_real)), kv
+        return x, middle, self._output(self.mlp_output_norm, x, self.mlp(normed, by_token)), kv
 
     def _output(self, norm: RMSNorm | None, x: Array, delta: Array) -> Array:
         """The value that a block adds to ``x``."""

@@ -10,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax import Array
 
 from specjax.compiling.digest import source_facts
@@ -22,7 +23,7 @@ from specjax.models.placement import Placement
 from specjax.sampling.draw import SamplingConfig
 from specjax.speculative.future_map import FutureMap
 from specjax.speculative.tree import chain_input
-from specjax.types import DraftShape, SamplingTable, VerifyInput, VerifyOutput
+from specjax.types import DraftShape, SamplingTable, TokenInputs, VerifyInput, VerifyOutput
 
 if TYPE_CHECKING:
     from specjax.speculative.registry import CustomSpecAlgo as CustomSpecAlgo
@@ -59,6 +60,16 @@ class Batch:
         or the algorithm sets ``needs_history``.
         """
         return self.tokens[self.slots]
+
+    def inputs_of_rows(self, is_real: Array) -> TokenInputs:
+        """The inputs of T tokens of each request; where ``is_real [B, T]`` is false: padding."""
+        is_real = is_real & (self.slots > 0)[:, None]
+        request = jnp.arange(len(self.slots), dtype=jnp.int32)[:, None]
+        return TokenInputs(is_real, jnp.broadcast_to(request, is_real.shape), self.sampling)
+
+    def inputs_of_segments(self, segments: Segments) -> TokenInputs:
+        """The inputs of one row ``[1, W]`` that holds a segment of each request."""
+        return TokenInputs(segments.is_real[None], segments.index[None], self.sampling)
 
 
 @dataclass(frozen=True)

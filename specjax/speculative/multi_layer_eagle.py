@@ -136,8 +136,8 @@ class MultiLayerEagle(NetworkAlgorithm):
             moved = jnp.where(segments.is_real, moved, 0)
             attend = batch.pages.attend_packed(replace(segments, starts=starts, positions=moved))
             inputs = (x[source][None] for x in (embeds, hidden))
-            is_real = segments.is_real[None]
-            outputs, state = draft(module, *inputs, moved[None], state, attend, is_real)
+            by_token = batch.inputs_of_segments(segments)
+            outputs, state = draft(module, *inputs, moved[None], state, attend, by_token)
             hidden = outputs[0, jnp.maximum(place - skipped, 0)]
             newest.append(hidden[last])
         lens = chunks.positions[0, last] + 1
@@ -210,9 +210,9 @@ def run_module(
         embeds, hidden = skip_rows(embeds, skipped), skip_rows(hidden, skipped)
     places = jnp.arange(width, dtype=jnp.int32)
     positions = starts[:, None] + places
-    is_real = (skipped[:, None] + places < counts) & (batch.slots > 0)[:, None]
+    by_token = batch.inputs_of_rows(skipped[:, None] + places < counts)
     attend = batch.pages.attend(starts, width)
-    outputs, state = batch.draft(module, embeds, hidden, positions, state, attend, is_real)
+    outputs, state = batch.draft(module, embeds, hidden, positions, state, attend, by_token)
     return skip_rows(outputs, -skipped) if module else outputs, state
 
 

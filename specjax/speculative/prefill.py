@@ -90,9 +90,9 @@ def prefill_chunks(
     segments = Segments.of(starts, counts, tokens.shape[0])
     pages = replace(batch.pages, implementation=resident.target.implementation)
     attend = tuple(pool.attend_packed(segments) for pool in pages.pools)
-    layers, is_real = config.feature_layers, segments.is_real[None]
+    layers, by_token = config.feature_layers, batch.inputs_of_segments(segments)
     hidden, features, kv = resident.target(
-        tokens[None], segments.positions[None], pools.target, attend, layers, is_real
+        tokens[None], segments.positions[None], pools.target, attend, layers, by_token
     )
     last, index = segments.last, segments.index
     # the prompt token after each token, or 0 at the prompt's end

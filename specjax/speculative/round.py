@@ -135,14 +135,14 @@ def run_target(
         rows = verified_rows(tree, shape, batch.slots)
         attend = tuple(pool.attend_packed(rows, **form) for pool in pages.pools)
         drafts, positions = rows.gather(drafts), rows.gather(positions)
-        is_real = rows.is_real[None]
+        by_token = batch.inputs_of_segments(rows)
     else:
         lens, count = batch.seq_lens, shape.nodes
         attend = tuple(pool.attend(lens, count, **form) for pool in pages.pools)
-        is_real = tree.is_node & (batch.slots > 0)[:, None]
+        by_token = batch.inputs_of_rows(tree.is_node)
     routes: list[Array] = []
     hidden, features, kv = target(
-        drafts, positions, state.pools.target, attend, config.feature_layers, is_real, routes
+        drafts, positions, state.pools.target, attend, config.feature_layers, by_token, routes
     )
     experts = mean_distinct(target.config, routes)
     passed = TargetPass(target.logits(hidden), hidden, features, rows, experts)

@@ -72,9 +72,9 @@ class Standalone(NetworkAlgorithm):
         self, batch: Batch, state: State, rows: Rows, chunks: PromptChunks, features: Array
     ) -> tuple[State, Rows]:
         """Run the draft over the prompt tokens to store their KV."""
-        is_real = chunks.segments.is_real[None]
+        by_token = batch.inputs_of_segments(chunks.segments)
         where = chunks.positions, state, chunks.attend
-        _, _, state = batch.draft(chunks.tokens, *where, is_real=is_real)
+        _, _, state = batch.draft(chunks.tokens, *where, by_token=by_token)
         return state, rows
 
     def propose(self, batch: Batch, state: State, rows: Rows, shape: DraftShape) -> Proposal:
@@ -110,8 +110,8 @@ class Standalone(NetworkAlgorithm):
 
 def _run(batch: Batch, tokens: Array, *where: Any) -> tuple[Array, Array]:
     """Run the draft over tokens i32 ``[B, T]``; return hidden states ``[B, T, D]`` and its KV."""
-    is_real = jnp.broadcast_to((batch.slots > 0)[:, None], tokens.shape)
-    return batch.draft(tokens, *where, is_real=is_real)[::2]
+    by_token = batch.inputs_of_rows(jnp.ones(tokens.shape, bool))
+    return batch.draft(tokens, *where, by_token=by_token)[::2]
 
 
 def _read(batch: Batch, state: State, count: int) -> tuple[Array, Array]:

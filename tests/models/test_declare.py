@@ -74,7 +74,7 @@ class Gain(nnx.Module):
     def __init__(self, config: Any, kind: Any, at: str) -> None:
         self.gain = weight(f"{at}mixer.gain", (config.hidden_size,), jnp.float32, mean=3.0)
 
-    def __call__(self, x: Any, rope: Any, kv: Any, layer: int, attend: Any, row: Any = None) -> Any:
+    def __call__(self, x: Any, rope: Any, kv: Any, layer: int, attend: Any, *_: Any) -> Any:
         return x * self.gain[...], kv
 
 

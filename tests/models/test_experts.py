@@ -16,6 +16,7 @@ from specjax.models.flat import FlatModel
 from specjax.models.layers import LayerKind
 from specjax.testing.dense import dense_attend
 from specjax.testing.models import SIZES, random_weights
+from specjax.types import TokenInputs
 
 KINDS: dict[str, dict[str, Any]] = {
     "softmax": {"norm_topk_prob": False},
@@ -101,12 +102,17 @@ def test_tokens_equal_a_loop(kind: str) -> None:
     np.testing.assert_allclose(found, expected, atol=2e-5 * np.abs(expected).max())
 
 
+def inputs_where(is_real: np.ndarray) -> TokenInputs:
+    unread: Any = None
+    return TokenInputs(jnp.asarray(is_real), unread, unread)
+
+
 def test_padding_reads_no_expert() -> None:
     """Its result has the shared expert alone, and that of other tokens does not change."""
     layer, config = make(**KINDS["shared"])
     x = np.random.default_rng(1).normal(size=(2, 5, config.hidden_size)).astype(np.float32)
     is_real = np.array([[1, 1, 0, 1, 0], [0, 0, 0, 0, 0]], bool)
-    every, some = layer(jnp.asarray(x)), layer(jnp.asarray(x), jnp.asarray(is_real))
+    every, some = layer(jnp.asarray(x)), layer(jnp.asarray(x), inputs_where(is_real))
     np.testing.assert_array_equal(some[:, is_real], every[:, is_real])
     assert not np.asarray(some[:-1, ~is_real]).any()
     np.testing.assert_array_equal(some[-1], every[-1])
@@ -201,14 +207,14 @@ def test_a_model_returns_the_choices_of_layers_with_experts(
         inputs: list[Any] = []
         routes: list[jax.Array] = []
 
-        def watched(layer: Experts, x: jax.Array, is_real: jax.Array | None = None) -> jax.Array:
+        def watched(layer: Experts, x: jax.Array, by_token: TokenInputs | None) -> jax.Array:
             inputs.append((layer.router[...], x.reshape(6, -1)))
-            return call(layer, x, is_real)
+            return call(layer, x, by_token)
 
         monkeypatch.setattr(Experts, "__call__", watched)
         positions = jnp.tile(jnp.arange(3, dtype=jnp.int32), (2, 1))
-        model, real = flat.rebuild(weights), jnp.asarray(is_real)
-        model(tokens, positions, None, dense_attend, (), real, routes)
+        model, by_token = flat.rebuild(weights), inputs_where(is_real)
+        model(tokens, positions, None, dense_attend, (), by_token, routes)
         return routes, inputs
 
     tokens = np.random.default_rng(1).integers(60, size=(2, 3), dtype=np.int32)

@@ -14,6 +14,7 @@ import pytest
 from specjax.engine.args import EngineArgs
 from specjax.runtime.runner import ModelRunner
 from specjax.sampling.params import SamplingParams
+from specjax.speculative.algorithm import Batch
 from specjax.speculative.multi_layer_eagle import run_module
 from specjax.types import DraftShape
 
@@ -167,13 +168,15 @@ def test_tiers_keep_all_modules_up_to_date():
 def test_only_used_rows_of_requests_are_real() -> None:
     """Module 1 has no row before the start of a text, and a request of slot 0 is padding."""
 
-    def draft(module, embeds, hidden, positions, state, attend, is_real):
-        return hidden, is_real
+    def draft(module, embeds, hidden, positions, state, attend, by_token):
+        return hidden, by_token.is_real
 
     @jax.jit
     def run(lens, slots, counts):
         pages = SimpleNamespace(attend=lambda starts, width: None)
-        batch: Any = SimpleNamespace(draft=draft, pages=pages, seq_lens=lens, slots=slots)
+        unused: Any = dict.fromkeys(("target", "sampling", "bonus_tokens", "tokens", "draw"))
+        made: Any = {"draft": draft, "pages": pages, "seq_lens": lens, "slots": slots}
+        batch = Batch(**unused, **made)
         rows = jnp.zeros((3, 4, 2))
         return run_module(batch, None, 1, rows, rows, counts)[1]
 
