@@ -1,7 +1,8 @@
 """Stacked tensors: files that have the matrices of a layer's experts as slices of one tensor."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from threading import Lock
 from typing import NamedTuple
 
@@ -9,7 +10,7 @@ import numpy as np
 
 from specjax.checkpoints.quantization import SUFFIXES
 from specjax.checkpoints.tensors import TensorInfo, TensorSource
-from specjax.models.declare import Recipe, Recipes
+from specjax.models.declare import Part, Recipe, Recipes
 
 
 class _Slice(NamedTuple):
@@ -53,26 +54,33 @@ def _slices(source: TensorSource, recipe: Recipe) -> Iterator[tuple[str, _Slice]
         return
     width = max(map(len, recipe.stacks))  # projections of a module
     modules = [recipe.parts[i : i + width] for i in range(0, len(recipe.parts), width)]
-    sizes = [part.shape[0] for part in modules[0]]
     for names in recipe.stacks:
-        for ending in ("", *SUFFIXES):
-            for column, name in enumerate(names):
-                if (info := source.infos.get(name + ending)) is None:
+        for column, name in enumerate(names):
+            columns = slice(column, column + 1) if len(names) == width else slice(None)
+            for ending in ("", *SUFFIXES):
+                info = source.infos.get(name + ending)
+                if info is None:
                     continue
-                # the projections of this stack
-                first, count = (column, 1) if len(names) == width else (0, width)
-                total = sum(sizes[first : first + count])
                 if len(recipe.parts) == 1 and len(info.shape) < 3:  # another name of the tensor
                     yield recipe.parts[0].name + ending, _Slice(name + ending, info, ())
                     continue
-                shape = (len(modules), total, recipe.parts[0].shape[1])
-                for number, module in enumerate(modules):
-                    start = 0
-                    for part in module[first : first + count]:
-                        rows = slice(start, start + part.shape[0])
-                        start = rows.stop
-                        cut = _cut(name + ending, info, shape, number, rows, is_scale=bool(ending))
-                        yield part.name + ending, cut
+                stack = [module[columns] for module in modules]
+                yield from _slices_of(name + ending, info, stack, ending)
+
+
+def _slices_of(
+    name: str, info: TensorInfo, modules: Sequence[tuple[Part, ...]], ending: str
+) -> Iterator[tuple[str, _Slice]]:
+    """The slices of one stack, which has a matrix of all ``modules``' parts, one below the other.
+
+    The ``ending`` of its name is that of scales, or nothing.
+    """
+    shape = (len(modules), sum(part.shape[0] for part in modules[0]), modules[0][0].shape[1])
+    for number, module in enumerate(modules):
+        for part, stop in zip(module, accumulate(part.shape[0] for part in module), strict=True):
+            rows = slice(stop - part.shape[0], stop)
+            cut = _cut(name, info, shape, number, rows, is_scale=bool(ending))
+            yield part.name + ending, cut
 
 
 def _cut(
