@@ -1,5 +1,7 @@
 """Training reduces the loss, resumes exactly and exports the trained weights."""
 
+from dataclasses import fields, replace
+from functools import partial
 from itertools import pairwise
 
 import jax
@@ -7,6 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from specjax.models.decoder import CausalLM
+from specjax.models.experts import MixtureConfig
+from specjax.models.flat import FlatModel
+from specjax.testing import random_weights
 from specjax.training.data import Corpus, batches, draft_vocabulary, pack
 from specjax.training.trainer import (
     TrainConfig,
@@ -69,6 +75,23 @@ def test_training_raises_acceptance(trainer, greedy):
     assert figures.accept_length() > before.accept_length() + 0.5
     with pytest.raises(ValueError, match="no rows are held out, but evaluation needs some"):
         trainer.evaluate(state.params, pack(Corpus(), 32, 0))
+
+
+@pytest.mark.slow
+def test_a_head_learns_from_a_mixture(tiny, corpus):
+    config = TrainConfig(
+        steps=40, batch_rows=8, row_length=32, ttt_steps=2, learning_rate=1e-2, warmup_steps=2
+    )
+    sizes = {field.name: getattr(tiny.model, field.name) for field in fields(tiny.model)}
+    experts = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    model = MixtureConfig(**sizes | experts | {"model_type": "qwen3_moe"})
+    flat = FlatModel.of(partial(CausalLM, model))
+    trainer = replace(tiny, model=model, flat=flat, weights=random_weights(flat, 0)).trainer(config)
+    rows = pack(corpus, 32, 0)
+    start = trainer.init()
+    before = trainer.evaluate(start.params, rows).loss.sum()
+    state = _run(trainer, start, rows, 40)
+    assert trainer.evaluate(state.params, rows).loss.sum() < 0.95 * before
 
 
 @pytest.mark.slow
