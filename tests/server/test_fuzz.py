@@ -18,6 +18,9 @@ from specjax.testing import Client, is_idle, num_held
 BASES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "ab", "max_tokens": 2},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2},
+    "/v1/responses": {"input": "ab", "max_output_tokens": 2},
+    "/v1/messages": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2},
+    "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "a"}]},
     "/v1/decisions": {
         "input": "ab",
         "questions": [{"type": "predicate", "instructions": "a"}],
@@ -36,13 +39,25 @@ FIELDS = (
     "best_of stream stream_options suffix rid return_logprob top_logprobs_num logprob_start_len "
     "user tools response_format chat_template_kwargs return_text_in_logprobs add_special_tokens "
     "add_generation_prompt model_path draft_path abort_all return_token_strs skip_special_tokens "
-    "input questions safety_identifier return_token_ids"
+    "input questions safety_identifier return_token_ids system instructions include reasoning "
+    "thinking tool_choice text output_config stop_sequences max_output_tokens metadata"
 ).split()
 SCALARS = st.one_of(
     st.none(),
     st.booleans(),
     st.sampled_from([0, 1, 2, -1, 3, 98, 2**31, -(2**63), 2**64, 10**30, 0.5, -0.0, 1e308, 1e-320]),
     st.sampled_from(["", "a", "ab", "tiny", "user", "1", "\ud800", "\0", "é", "a" * 300]),
+)
+# items of Responses, blocks of Messages and types of fields, and what they may have
+KINDS = st.sampled_from(
+    "message reasoning function_call function_call_output item_reference text input_text thinking "
+    "output_text redacted_thinking tool_use tool_result image function custom auto any tool "
+    "required enabled disabled adaptive json_schema allowed_tools ephemeral".split()
+)
+PARTS = (
+    "role content text name arguments call_id output id input tool_use_id thinking summary "
+    "signature encrypted_content parameters input_schema strict schema format mode tools effort "
+    "budget_tokens cache_control".split()
 )
 
 
@@ -63,10 +78,19 @@ VALUES = st.recursive(
             inner,
             max_size=3,
         ),
+        st.lists(
+            st.fixed_dictionaries({"type": KINDS}, optional=dict.fromkeys(PARTS, inner)), max_size=3
+        ),
         st.builds(make_question, st.sampled_from(["choice", "score", "predicate"]), inner, inner),
     ),
     max_leaves=5,
 )
+ERROR = {"message", "type", "param", "code"}
+# route -> the first lines of the last events of streams
+ENDS = {
+    "/v1/responses": {b"event: response.completed", b"event: response.incomplete"},
+    "/v1/messages": {b"event: message_stop"},
+}
 SECONDS = 20.0
 PATHS = (*BASES, "/v1/models", "/v1/models/%ff", "/health", "/metrics", "/", "/%00", "*", "//x")
 METHODS = ("POST",) * 6 + ("GET", "HEAD", "PUT", "DELETE", "OPTIONS", "post", "CONNECT", "P\0ST")
@@ -131,9 +155,11 @@ def check(client: Client, route: str, body: Any) -> None:
     answer = client.ask("POST", route, body)
     assert answer.status < 500, (route, body, answer.body)
     if answer.status != 200:
-        assert set(answer.error) == {"message", "type", "param", "code"}
+        is_messages = route.startswith("/v1/messages")
+        assert set(answer.error) == ({"message", "type"} if is_messages else ERROR), (route, body)
     elif answer.headers["content-type"].startswith("text/event-stream"):
-        assert answer.body.endswith(b"data: [DONE]\n\n")
+        last = answer.body.split(b"\n\n")[-2].partition(b"\n")[0]
+        assert last in ENDS.get(route, {b"data: [DONE]"})
         assert b'"error"' not in answer.body
     else:
         answer.json()
