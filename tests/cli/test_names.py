@@ -86,7 +86,7 @@ ANSWERS = {
     "vllm serve Qwen/Qwen3-32B --tensor-parallel-size 4": "a server per GPU",
     "vllm serve Qwen/Qwen3-32B -tp 2": "a server per GPU",
     "vllm serve Qwen/Qwen3-8B --data-parallel-size 4 --api-server-count 4": "a server per GPU",
-    "vllm serve Qwen/Qwen3-30B-A3B --enable_expert_parallel": "experts are not supported",
+    "vllm serve Qwen/Qwen3-30B-A3B --enable_expert_parallel": "which has all experts",
     "vllm serve Qwen/Qwen3-8B --enforce-eager": "--batch-buckets",
     "vllm serve Qwen/Qwen3-8B --enable-lora --lora-modules a=b": "merge their weights",
     "vllm serve TheBloke/Llama-2-13B-AWQ --quantization awq": "'fp8', 'int8', 'int4'",
