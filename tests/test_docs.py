@@ -89,4 +89,4 @@ def test_programs_make_the_clients_as_the_table_says() -> None:
                 programs += path.read_text(encoding="utf-8")
         (call,) = re.match(r"`([\w.]+)", settings).groups()  # type: ignore[union-attr]
         assert re.search(rf"\b{re.escape(call)}\b", programs), client
-    assert len(by_hand) == 6
+    assert len(by_hand) == 7
