@@ -124,7 +124,17 @@ class GrammarCompiler:
             tags.append(
                 llguidance.StructTag(trigger=trigger, begin=begin, grammar=schema, end=tag["end"])
             )
-        return str(llguidance.StructTag.to_grammar(tags, assume_special=is_special))
+        grammar = str(llguidance.StructTag.to_grammar(tags, assume_special=is_special))
+        for end in {tag.end for tag in tags if tag.end}:
+            grammar = grammar.replace(f" {json.dumps(end)}\n", f" {self._as_rule(end)}\n")
+        return grammar
+
+    def _as_rule(self, text: str) -> str:
+        """Write a text in a Lark grammar, with the special tokens in it, which no text matches."""
+        ids = self._tokens.tokenize_str(text, parse_special=True)
+        marks = {self._tokens.decode_str([i]): i for i in ids if self._tokens.is_special_token(i)}
+        pieces = re.split(f"({'|'.join(map(re.escape, marks))})", text) if marks else [text]
+        return " ".join(f"<[{marks[x]}]>" if x in marks else json.dumps(x) for x in pieces if x)
 
 
 def _with_options(grammar: str, options: Mapping[str, Any]) -> str:

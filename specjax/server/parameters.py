@@ -56,7 +56,8 @@ def _take_grammar(
 ) -> Mapping[str, Any]:
     """Take ``response_format`` and ``structured_outputs``; return sampling parameters.
 
-    ``params`` are other sampling parameters. Raises ApiError if there is more than one grammar.
+    ``params`` are other sampling parameters. A grammar of calls that are forced, or of calls and
+    ``response_format``, replaces that field. Raises ApiError if there is more than one grammar.
     """
     sources, grammar = [name for name in GRAMMARS if params.get(name) not in (None, [])], of_tools
     if of_tools:
@@ -64,12 +65,21 @@ def _take_grammar(
         body.sources.update(dict.fromkeys(of_tools, "tools"))
     for name, read in (("response_format", _format), ("structured_outputs", _structured)):
         if name in body and (limits := read(body.take(name))):
+            if name == "response_format" and "ebnf" in of_tools:
+                continue
             sources.append(name)
             grammar = limits
             body.sources.update(dict.fromkeys(limits, name))
     if len(sources) > 1:
         raise ApiError(400, f"give only one of {', '.join(sources)}", param=sources[1])
     return grammar
+
+
+def answer_schema(body: Body) -> Any:
+    """The JSON schema of the text that ``response_format`` demands, or ``None``."""
+    value = body.take("response_format")
+    body.put("response_format", value)
+    return None if value is None else _format(value).get("json_schema")
 
 
 def _format(value: Any) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """The parts of an answer's text: reasoning, content and tool calls, whole or as they grow."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from specjax.text.reasoning import split_reasoning
@@ -19,18 +20,32 @@ class Tools(NamedTuple):
     is_parallel: bool = True  # whether there may be several calls
     format: ToolFormat = NO_FORMAT
     new_id: Callable[[], str] = str  # makes a unique text for the id of a call
+    token_ids: Mapping[str, int] = MappingProxyType({})  # of marks of calls that are tokens
 
-    def grammar(self, layout: dict[str, Any], *, is_possible: bool = True) -> dict[str, Any]:
+    def grammar(
+        self, layout: dict[str, Any], *, answer: Any = None, is_possible: bool = True
+    ) -> dict[str, Any]:
         """Sampling parameters that force a call, or the arguments of calls of strict functions.
 
-        Each schema gets the options of ``layout``. Without ``is_possible``, strict functions are
-        like others.
+        Each schema gets the options of ``layout``. With ``answer``, the schema of a text without
+        calls, the text is either calls or an object of it, except with ``llama3``. Without
+        ``is_possible``, strict functions are like others.
         """
         functions = {tool["function"]["name"]: tool["function"] for tool in self.declared}
         functions = {name: functions[name] for name in functions if name in self.names}
         schemas = {n: (f.get("parameters") or ANY_OBJECT) | layout for n, f in functions.items()}
+        form = self.format.required
+        options: dict[str, Any] = {"is_parallel": self.is_parallel, "token_ids": self.token_ids}
         if self.is_required:
-            return {"ebnf": self.format.required.grammar(schemas, is_parallel=self.is_parallel)}
+            return {"ebnf": form.grammar(schemas, **options)}
+        # the first character has to tell an answer from a call
+        if (
+            self.names
+            and form.begin
+            and isinstance(answer, dict)
+            and answer.get("type") == "object"
+        ):
+            return {"ebnf": form.grammar(schemas, answer=answer | layout, **options)}
         is_strict = is_possible and any(f.get("strict") is True for f in functions.values())
         if self.format.optional is None or not is_strict:
             return {}

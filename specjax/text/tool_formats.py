@@ -15,6 +15,7 @@ import ast
 import json
 import re
 from collections.abc import Callable, Collection, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from specjax.text.reasoning import overlap
@@ -27,6 +28,7 @@ _DECODER = json.JSONDecoder()
 _SCANNER = json.JSONDecoder(parse_int=float)
 _SEPARATORS = re.compile(r"[\s;]*")
 _SPACE = re.compile(r"[ \t\n\r]*")
+_MARKS = re.compile(f"({START}|{END})")
 MAX_PYTHON = 2**16  # characters of a list of Python calls
 
 
@@ -67,13 +69,30 @@ class CallForm(NamedTuple):
             at, before = end + len("}"), self.between
         return calls
 
-    def grammar(self, schemas: Mapping[str, Any], *, is_parallel: bool) -> str:
-        """The grammar (EBNF) of texts that must be calls of functions with these schemas."""
-        repetition = f" ({json.dumps(self.between)} call)*" if is_parallel and self.between else ""
+    def grammar(
+        self,
+        schemas: Mapping[str, Any],
+        *,
+        is_parallel: bool,
+        answer: Any | None = None,
+        token_ids: Mapping[str, int] = MappingProxyType({}),
+    ) -> str:
+        """The grammar (EBNF) of texts that must be calls of functions with these schemas.
+
+        If there is a schema of an ``answer``, the text may also be a JSON value of it.
+        ``token_ids`` are of marks that are tokens, which are not found as text.
+        """
+        begin, between, end = (
+            _as_rule(text, token_ids) for text in (self.begin, self.between, self.end)
+        )
+        repetition = f" ({between} call)*" if is_parallel and self.between else ""
         rules = [
-            f"start: {json.dumps(self.begin)} call{repetition} {json.dumps(self.end)}",
+            "start: calls" if answer is None else "start: calls | answer",
+            f"calls: {begin} call{repetition} {end}",
             f"call: {' | '.join(f'call_{i}' for i in range(len(schemas)))}",
         ]
+        if answer is not None:
+            rules.append(f"answer: %json {json.dumps(answer)}")
         # each schema is a rule of its own, so that its references keep their root
         for i, (name, schema) in enumerate(schemas.items()):
             rules.append(f'call_{i}: {json.dumps(self.start(name))} values_{i} "}}"')
@@ -88,6 +107,13 @@ class CallForm(NamedTuple):
         ]
         trigger = self.begin.split()[0] if self.begin else '{"name": "'
         return json.dumps({"structures": tags, "triggers": [trigger]})
+
+
+def _as_rule(text: str, token_ids: Mapping[str, int]) -> str:
+    """Write a text in a grammar, with the tokens of marks in it."""
+    pieces = [piece for piece in _MARKS.split(text) if piece]
+    rules = [f"<[{token_ids[x]}]>" if x in token_ids else json.dumps(x) for x in pieces]
+    return " ".join(rules) or '""'
 
 
 LIST = CallForm()

@@ -6,6 +6,7 @@ from typing import Any
 
 import jsonschema
 import pytest
+import tokenizers
 
 from specjax import Engine
 from specjax.checkpoints.target import open_target
@@ -297,6 +298,56 @@ def test_the_same_choice_in_other_forms(tools: Client) -> None:
         assert not is_g or block["input"] == json.loads(call["function"]["arguments"])
 
 
+def test_a_forced_call_has_no_response_format(tools: Client) -> None:
+    """In chats and in Responses."""
+    forced = CALL | {"tool_choice": "required"}
+    calls = []
+    for body in (forced, forced | {"response_format": FORMAT}):
+        message = tools.post(CHAT, body).json()["choices"][0]["message"]
+        assert message["content"] is None
+        calls.append([call["function"] for call in message["tool_calls"]])
+    assert calls[0] == calls[1]
+    form = {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA}}
+    flat = [{"type": "function", **tool["function"]} for tool in TOOLS]
+    body = {"input": "hi", "tools": flat, "text": form, "seed": 5, "max_output_tokens": 100}
+    chosen = {"type": "function", "name": "g"}
+    (item,) = tools.post("/v1/responses", body | {"tool_choice": chosen}).json()["output"]
+    assert (item["type"], item["name"]) == ("function_call", "g")
+
+
+@pytest.mark.parametrize(("opening", "num_calls"), [("[", 1), ("{", 0)])
+def test_an_answer_is_a_call_or_has_the_format(
+    tools: Client, opening: str, num_calls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In each API; calls of ``llama3`` begin like objects, so the engine gets another format."""
+    monkeypatch.setitem(FORMATS, "llama3", FORMATS["pythonic"])
+    # the model would rather begin with this letter than with the other that is allowed
+    common = {"seed": 5, "logit_bias": {str(LETTERS.index(opening)): 9.0}}
+    functions = [tool["function"] for tool in TOOLS]
+    named = [{"name": f["name"], "input_schema": f["parameters"]} for f in functions]
+    form = {"type": "json_schema", "name": "x", "schema": SCHEMA}
+    body = CALL | common | {"response_format": FORMAT, "parallel_tool_calls": False}
+    message = tools.post(CHAT, body).json()["choices"][0]["message"]
+    calls = [call["function"] for call in message.get("tool_calls", ())]
+    assert len(calls) == num_calls
+    if not calls:
+        jsonschema.validate(json.loads(message["content"]), SCHEMA)
+    common |= {"temperature": 1.0}
+    flat = [{"type": "function", **function} for function in functions]
+    body = common | {"input": "hi", "max_output_tokens": 100, "tools": flat}
+    body |= {"text": {"format": form}, "parallel_tool_calls": False}
+    (item,) = tools.post("/v1/responses", body).json()["output"]
+    body = common | {"messages": HELLO["messages"], "max_tokens": 100, "tools": named}
+    body |= {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}
+    body |= {"output_config": {"format": form}}
+    (block,) = tools.post("/v1/messages", body).json()["content"]
+    if calls:
+        assert item["arguments"] == calls[0]["arguments"]
+        assert block["input"] == json.loads(calls[0]["arguments"])
+    else:
+        assert item["content"][0]["text"] == block["text"] == message["content"]
+
+
 def test_a_call_that_is_cut_off(tools: Client) -> None:
     """It has the arguments so far, and the finish reason of the text."""
     body = CALL | {"tool_choice": {"type": "function", "function": {"name": "g"}}}
@@ -351,11 +402,6 @@ def test_a_model_that_calls_nothing_answers_with_content(tools: Client) -> None:
             "multipleOf of 99991 is not supported",
         ),
         (
-            {"tool_choice": "required", "response_format": FORMAT},
-            "response_format",
-            "give only one of tools, response_format",
-        ),
-        (
             {"tool_choice": "required", "ebnf": 'start: "a"'},
             "tools",
             "give only one of ebnf, tools",
@@ -395,6 +441,31 @@ def test_a_required_call_is_what_the_parser_reads(kind: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", sorted(FORMATS.keys() - {"llama3"}))
+def test_a_text_is_calls_or_a_value_of_a_schema(kind: str) -> None:
+    tokenizer = open_target("smollm2-135m", dtype="float32").load_tokenizer()
+    compiler = GrammarCompiler(tokenizer.backend.to_str(), 49152, [2], spaces=True)
+    asked = Tools(TOOLS, ["g"], format=FORMATS[kind])
+    ((name, grammar),) = asked.grammar(JSON, answer=SCHEMA).items()
+    form = FORMATS[kind].required
+    call = f'{form.begin}{form.start("g")}{{"x": "b"}}}}{form.end}'
+    assert asked.parse(call, is_final=True) == ("", [ToolCall("g", '{"x": "b"}')])
+    assert asked.parse('{"n": 7}', is_final=True) == ('{"n": 7}', [])
+    for text, is_allowed in (
+        (call, True),
+        ('{"n": 7}', True),
+        (call.replace('"b"', '"c"'), False),
+        ('{"n": "b"}', False),
+        ("hi", False),
+    ):
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        assert (compiler.compile(name, grammar).advance(ids) == len(ids)) is is_allowed, text
+    assert asked._replace(names=[]).grammar(JSON, answer=SCHEMA) == {}
+    assert asked._replace(format=FORMATS["llama3"]).grammar(JSON, answer=SCHEMA) == {}
+    assert asked.grammar(JSON, answer={"type": "array"}) == {}
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["hermes", "llama3", "mistral"])
 def test_arguments_of_strict_functions_are_limited(kind: str) -> None:
     """Free text, a call of a strict function, and one of another."""
@@ -425,6 +496,33 @@ def test_arguments_of_strict_functions_are_limited(kind: str) -> None:
         made = compiler.compile(name, grammar)
         assert (made.advance(ids) == len(ids)) is is_allowed, call
         assert not made.is_complete
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_special", [False, True])
+def test_marks_of_calls_may_be_tokens(is_special: bool) -> None:
+    """As in the tokenizer of Qwen3: forced, optional and strict calls have these tokens."""
+    tokenizer = open_target("smollm2-135m", dtype="float32").load_tokenizer()
+    marks = ("<tool_call>", "</tool_call>")
+    added = [tokenizers.AddedToken(x, special=is_special, normalized=False) for x in marks]
+    tokenizer.backend.add_tokens(added)
+    token_ids = {mark: tokenizer.backend.token_to_id(mark) for mark in marks}
+    compiler = GrammarCompiler(tokenizer.backend.to_str(), 49184, [2], spaces=True)
+    strict = [TOOLS[0] | {"function": TOOLS[0]["function"] | {"strict": True}}]
+    asked = Tools(strict, ["f"], format=FORMATS["hermes"], token_ids=token_ids)
+    call = '<tool_call>\n{"name": "f", "arguments": {"x": 2}}\n</tool_call>'
+    for parameters, text in (
+        (asked._replace(is_required=True).grammar(JSON), f"{call}\n{call}"),
+        (asked.grammar(JSON, answer=SCHEMA), f"{call}\n{call}"),
+        (asked.grammar(JSON), f"Yes. {call} Done. {call}"),
+    ):
+        ((name, grammar),) = parameters.items()
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        assert ids.count(token_ids["</tool_call>"]) == 2
+        made = compiler.compile(name, grammar)
+        for i, token in enumerate(ids):
+            assert made.mask()[token // 32] >> (token % 32) & 1, (name, i)
+            assert made.advance([token]) == 1
 
 
 def test_a_template_without_tools_gets_a_prompt() -> None:
