@@ -270,7 +270,7 @@ def test_an_address_in_use_is_refused(publisher: KVEventPublisher, tmp_path: Pat
 
 @pytest.mark.slow
 def test_a_reader_knows_what_an_engine_has_cached(files: Any, tmp_path: Path) -> None:
-    """Under few pages, with evictions, a flush and other weights."""
+    """Under few pages, with evictions, a lost connection, a flush and loaded weights."""
     config = config_in(tmp_path)
     sizes = {"page_size": SIZE, "max_total_tokens": 160, "max_running_requests": 3}
     with (
@@ -285,9 +285,17 @@ def test_a_reader_knows_what_an_engine_has_cached(files: Any, tmp_path: Path) ->
             prompts = [shared + rng.integers(60, size=rng.integers(1, 30)).tolist() for _ in "abc"]
             params = {"max_new_tokens": 12, "temperature": 0.0, "ignore_eos": True}
             engine.generate(input_ids=prompts, sampling_params=params)
+            if step == 2:
+                reader.disconnect()
+            if step == 5:
+                reader.connect()
             if step == 6:
                 engine.flush_cache()
+            if step == 9:
+                engine.update_weights_from_disk(files.target)
+            if 2 <= step < 5:
+                continue
             reader.read()
             assert reader.pages == pages_of(engine._scheduler._budget.cache)
         assert {path[0][:SIZE] for path in reader.pages} >= {tuple(shared[:SIZE])}
-        assert reader.num_cleared >= 1
+        assert reader.num_cleared >= 2
