@@ -75,6 +75,7 @@ def test_unknown_routes_have_openais_shape(client, method, path, status) -> None
         ("/chat/completions", "use /v1/chat/completions: the base URL must end in /v1"),
         ("/v1/v1/messages", "the base URL has /v1 twice"),
         ("/v1/responses/resp_1", "responses are not stored; send the whole input to /v1/responses"),
+        ("/v1/messages/batches", "send each request to /v1/messages"),
         ("/sleep/", "weights and KV stay on the device"),
     ],
 )
