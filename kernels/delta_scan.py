@@ -1,0 +1,301 @@
+"""The gated delta rule over rows in order, which also writes states: prompts, and plain rounds.
+
+There are two forms. Row by row, results have the bits of verification and replay (delta_rule.py).
+In matrix form, a group of rows is computed at a time: with a state S ``[V, K]`` before a group, G_i
+the sum of the logarithms of decays up to its row i, and D_ij = exp(G_i - G_j) for j <= i,
+
+    A = strictly lower part of (beta_i D_ij k_i . k_j)
+    deltas = (I + A)^-1 (beta_i (v_i - exp(G_i) S k_i))
+    outs = exp(G_i) S q_i + (D_ij q_i . k_j) deltas
+    S' = exp(G_n) S + sum over i of exp(G_n - G_i) deltas_i k_i^T
+
+(Yang et al., Gated Delta Networks, 2024). One launch computes the inverses of all groups, a second
+one the rest. Groups start at the first row of each request. So if chunks of a prompt end at
+multiples of a group, results do not depend on how a prompt is cut.
+
+Axes: W rows of a pass, B requests, N groups of n rows, Hk query and key heads of size K, Hv value
+heads of size V, L layers, S slots.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.experimental import pallas as pl
+from specjax.kernels.backend import INVARIANT, load, resolve, row_dot, store, triton_call
+from specjax.kernels.delta_inputs import DeltaInputs, ReplayRows, RequestRows, layer_operand
+from specjax.kernels.delta_rule import (
+    NUM_WARPS,
+    DeltaPool,
+    HeadRow,
+    Tile,
+    check,
+    choose_width,
+    cleared,
+    head_rows,
+    read_slots,
+    slid,
+    step,
+    write_slots,
+)
+from specjax.kernels.paged import running_sums
+
+GROUP = 64  # rows of a group, a power of two of at least 16
+
+
+def _pairs(size: int) -> tuple[Array, Array]:
+    """Row and column numbers that broadcast to ``[size, size]``."""
+    number = jnp.arange(size, dtype=jnp.int32)
+    return number[:, None], number[None]
+
+
+def _decays(log_decays: Array) -> tuple[Array, Array]:
+    """Sums of the logarithms ``[n]``, and the decay ``[n, n]`` from a row to a later one."""
+    sums, (row, column) = jnp.cumsum(log_decays), _pairs(len(log_decays))
+    # the exponential of the other half could overflow
+    later = jnp.where(row >= column, sums[:, None] - sums[None], 0.0)
+    return sums, jnp.where(row >= column, jnp.exp(later), 0.0)
+
+
+def _inverse(keys: Array, betas: Array, log_decays: Array) -> Array:
+    """The inverse f32 ``[n, n]`` of I + A.
+
+    It is known for blocks of one row. Two neighbours form a block of twice the size: with the rows
+    below the first block's columns R, its lower part is -X R Y for inverses X and Y of both.
+    """
+    row, column = _pairs(len(keys))
+    coupled = betas[:, None] * _decays(log_decays)[1] * row_dot(keys, keys, transpose=True)
+    inverse, size = jnp.where(row == column, 1.0, 0.0), 1
+    while size < len(keys):
+        is_lower = (row // size % 2 == 1) & (column // size == row // size - 1)
+        product = row_dot(inverse, jnp.where(is_lower, coupled, 0.0), transpose=False)
+        inverse -= row_dot(product, inverse, transpose=False)
+        size *= 2
+    return inverse
+
+
+def _group(state: Array, rows: HeadRow, inverse: Array) -> tuple[Array, Array]:
+    """The state ``[V, K]`` after n rows, and their outputs ``[n, V]``.
+
+    Factors of products have the dtype of the keys, sums and states are float32.
+    """
+    dtype = rows.key.dtype
+
+    def dot(x: Array, y: Array, *, transpose: bool = False) -> Array:
+        return row_dot(x.astype(dtype), y.astype(dtype), transpose=transpose)
+
+    sums, between = _decays(rows.log_decay)
+    decays, total = jnp.exp(sums)[:, None], jnp.sum(rows.log_decay)
+    change = rows.value.astype(jnp.float32) - decays * dot(rows.key, state, transpose=True)
+    deltas = dot(inverse, rows.beta[:, None] * change)
+    scores = between * dot(rows.query, rows.key, transpose=True)
+    outs = decays * dot(rows.query, state, transpose=True) + dot(scores, deltas)
+    left = rows.key.astype(jnp.float32) * jnp.exp(total - sums)[:, None]
+    return state * jnp.exp(total) + dot(deltas.T, left), outs
+
+
+def _groups(rows: RequestRows, num_rows: int, size: int) -> tuple[Array, Array, Array]:
+    """The request i32 ``[N]`` and the first row i32 ``[N]`` of each group; B if it is not used.
+
+    Also the number i32 ``[B]`` of the first group of each request.
+    """
+    counts = (rows.counts + size - 1) // size
+    ends, batch = running_sums(counts), len(counts)
+    number = jnp.arange(num_rows // size + min(batch, num_rows), dtype=jnp.int32)
+    request = jnp.sum(number[:, None] >= ends, axis=1, dtype=jnp.int32)
+    owner = jnp.minimum(request, batch - 1)
+    firsts = ends - counts
+    return request, rows.starts[owner] + (number - firsts[owner]) * size, firsts
+
+
+def _reference(
+    every: HeadRow, states: Array, layer: int | Array, rows: RequestRows, size: int
+) -> tuple[Array, Array]:
+    """Outputs f32 ``[W, Hv, V]``, and the states; ``size`` is that of groups."""
+    total, (request, first, _) = len(every.value), _groups(rows, len(every.value), size)
+    owner = jnp.minimum(request, len(rows.slots) - 1)
+    is_first = first == rows.starts[owner]
+    source = jnp.where(is_first, rows.sources[owner], rows.slots[owner])
+    target = jnp.where(request < len(rows.slots), rows.slots[owner], states.shape[1])
+    row = first[:, None] + jnp.arange(size, dtype=jnp.int32)
+    ends = jnp.where(request < len(rows.slots), (rows.starts + rows.counts)[owner], 0)
+    row = jnp.where(row < ends[:, None], row, total)
+
+    def of_head(state: Array, of_rows: HeadRow) -> tuple[Array, Array]:
+        if size == 1:
+            after, _, out = step(state, HeadRow(*(x[0] for x in of_rows)))
+            return after, out[None]
+        inverse = _inverse(of_rows.key, of_rows.beta, of_rows.log_decay)
+        return _group(state, of_rows, inverse)
+
+    def compute(carry: tuple[Array, Array], group: tuple[Array, ...]) -> tuple[Any, None]:
+        (states, outs), (source, target, row) = carry, group
+        of_rows = HeadRow(*(x.at[row].get(mode="fill", fill_value=0) for x in every))
+        state = jnp.where(source >= 0, states[layer, jnp.maximum(source, 0)], 0)
+        state, out = jax.vmap(of_head, (0, 1), (0, 1))(state, of_rows)
+        states = states.at[layer, target].set(state, mode="drop")
+        return (states, outs.at[row].set(out, mode="drop")), None
+
+    carry = states, jnp.zeros(every.value.shape, jnp.float32)
+    (states, outs), _ = jax.lax.scan(compute, carry, (source, target, row))
+    return outs, states
+
+
+def specjax_delta_steps(*refs: Any, width: int) -> None:
+    """Kernel body: a loop over the rows of a request, for a tile of its states."""
+    layer_ref, rows, inputs, replay, pool_in, pool, outs_ref = refs
+    del pool_in
+    request, layer = pl.program_id(0), layer_ref[0]
+    place, rows = layer % replay.keys.shape[0], RequestRows(*(ref[request] for ref in rows))
+    tile = Tile.of_program(width, outs_ref.shape[2])
+
+    @pl.when(rows.counts > 0)
+    def _() -> None:
+        def add(i: Array, state: Array) -> Array:
+            row = rows.starts + i
+            state, _, out = step(state, tile.load_row(inputs, replay, place, row))
+            store(outs_ref.at[row, tile.head, tile.columns], out)
+            return state
+
+        state = tile.load_state(pool.states, layer, rows.sources)
+        state = jax.lax.fori_loop(0, rows.counts, add, state)
+        store(pool.states.at[layer, rows.slots, *tile.where(state.shape[1])], state)
+        tile.slide_window(pool, replay.mixed, layer, rows, lambda i: rows.starts + i)
+
+
+def _load_gates(
+    betas: Any, replay: ReplayRows, place: Array, row: Array, head: Array, mask: Array
+) -> tuple[Array, Array]:
+    """Betas and logarithms of decays ``[n]``; 0 for rows that are not real, so none matters."""
+    log_decays = load(replay.log_decays.at[place, row, head], mask=mask, other=0.0)
+    return load(betas.at[row, head], mask=mask, other=0.0), log_decays
+
+
+def _load_rows(array: Any, index: tuple[Any, ...], lane: Array, mask: Array) -> Array:
+    """Rows ``[n, lanes]``, which the second last of ``index [n]`` selects; zeros if masked."""
+    *before, row, head = index
+    where = *before, row[:, None], head, lane[None]
+    mask = jnp.broadcast_to(mask[:, None], (len(row), len(lane)))
+    return load(array.at[where], mask=mask, other=0)
+
+
+def specjax_delta_inverse(*refs: Any, size: int) -> None:
+    """Kernel body: one program per (group, value head)."""
+    layer_ref, owners_ref, firsts_ref, rows, betas_ref, replay, inverses_ref = refs
+    group, head = pl.program_id(0), pl.program_id(1)
+    place, owner = layer_ref[0] % replay.keys.shape[0], owners_ref[group]
+
+    @pl.when(owner < rows.slots.shape[0])
+    def _() -> None:
+        row = firsts_ref[group] + jnp.arange(size, dtype=jnp.int32)
+        mask = row < rows.starts[owner] + rows.counts[owner]
+        key_head = head // (replay.log_decays.shape[2] // replay.keys.shape[2])
+        lane = jnp.arange(replay.keys.shape[3], dtype=jnp.int32)
+        keys = _load_rows(replay.keys, (place, row, key_head), lane, mask)
+        gates = _load_gates(betas_ref, replay, place, row, head, mask)
+        number, other = _pairs(size)
+        store(inverses_ref.at[group, head, number, other], _inverse(keys, *gates))
+
+
+def specjax_delta_groups(*refs: Any, size: int, width: int) -> None:
+    """Kernel body: a loop over the groups of a request, for a tile of its states."""
+    layer_ref, rows, firsts_ref, inputs, inverses_ref, replay, pool_in, pool, outs_ref = refs
+    del pool_in
+    request, layer = pl.program_id(0), layer_ref[0]
+    place, rows = layer % replay.keys.shape[0], RequestRows(*(ref[request] for ref in rows))
+    tile = Tile.of_program(width, outs_ref.shape[2])
+
+    @pl.when(rows.counts > 0)
+    def _() -> None:
+        lane = jnp.arange(replay.keys.shape[3], dtype=jnp.int32)
+        key_head = tile.head // (outs_ref.shape[1] // replay.keys.shape[2])
+        number, other = _pairs(size)
+
+        def add(i: Array, state: Array) -> Array:
+            row = rows.starts + i * size + jnp.arange(size, dtype=jnp.int32)
+            mask = row < rows.starts + rows.counts
+            of_rows = HeadRow(
+                _load_rows(inputs.queries, (row, key_head), lane, mask),
+                _load_rows(replay.keys, (place, row, key_head), lane, mask),
+                _load_rows(inputs.values, (row, tile.head), tile.columns, mask),
+                *_load_gates(inputs.betas, replay, place, row, tile.head, mask),
+            )
+            inverse = inverses_ref[firsts_ref[request] + i, tile.head, number, other]
+            state, outs = _group(state, of_rows, inverse)
+            target = outs_ref.at[row[:, None], tile.head, tile.columns[None]]
+            store(target, outs, mask=jnp.broadcast_to(mask[:, None], outs.shape))
+            return state
+
+        state = tile.load_state(pool.states, layer, rows.sources)
+        state = jax.lax.fori_loop(0, pl.cdiv(rows.counts, size), add, state)
+        store(pool.states.at[layer, rows.slots, *tile.where(state.shape[1])], state)
+        tile.slide_window(pool, replay.mixed, layer, rows, lambda i: rows.starts + i)
+
+
+def delta_scan(
+    inputs: DeltaInputs,
+    replay: ReplayRows,
+    pool: DeltaPool,
+    layer: int | Array,
+    rows: RequestRows,
+    *,
+    group: int = GROUP,
+    implementation: str | None = None,
+    width: int | None = None,
+) -> tuple[Array, DeltaPool]:
+    """Compute rows in order, and write the states and windows after them.
+
+    Args:
+        inputs: queries, values and betas of the W rows.
+        replay: their channels, keys and decays in ``layer``, or in the only layer.
+        pool: written in place if it is donated.
+        layer: the layer of the pool.
+        rows: any number of rows per request. A source must not be the slot of another request.
+        group: rows that are computed at a time, a power of two of at least 16; or 1: row by row,
+            with the bits of ``delta_verify``, as in plain rounds and invariant implementations.
+
+    Returns:
+        Outputs f32 ``[W, Hv, V]``, zeros in rows without a request; and the pool.
+
+    Raises:
+        ValueError: for mismatched shapes, another group or an unknown implementation.
+    """
+    check(pool, replay, inputs)
+    if group != 1 and (group < 16 or group.bit_count() != 1):
+        raise ValueError(f"{group=} must be 1, or a power of two of at least 16")
+    group = 1 if implementation in INVARIANT else group
+    implementation, rows = resolve(implementation), rows.live()
+    total, value_heads, value_dim = inputs.values.shape
+    if implementation == "xla" or not pool.has_kernels or total == 0:
+        place = layer % len(replay.keys)
+        every = head_rows(inputs, replay.keys[place], replay.log_decays[place])
+        outs, states = _reference(every, pool.states, layer, rows, group)
+        windows = slid(read_slots(pool.windows, layer, rows), replay.mixed[place], rows)
+        return outs, DeltaPool(states, write_slots(pool.windows, layer, rows, windows))
+    width = width or choose_width(value_dim)
+    call = partial(triton_call, num_warps=NUM_WARPS, implementation=implementation)
+    spec, index, read = jax.ShapeDtypeStruct, layer_operand(layer), replay._replace(deltas=None)
+    body: Any = partial(specjax_delta_steps, width=width)
+    operands: tuple[Any, ...] = index, rows, inputs, read, pool
+    if group > 1:
+        owners, first_rows, firsts = _groups(rows, total, group)
+        inverses = call(
+            partial(specjax_delta_inverse, size=group),
+            grid=(len(owners), value_heads),
+            out_shape=spec((len(owners), value_heads, group, group), jnp.float32),
+        )(index, owners, first_rows, rows, inputs.betas, read._replace(mixed=None))
+        body = partial(specjax_delta_groups, size=group, width=width)
+        operands = index, rows, firsts, inputs, inverses, read, pool
+    place = len(jax.tree.leaves(operands)) - 2
+    pool, outs = call(
+        body,
+        grid=(len(rows.slots), value_heads, value_dim // width),
+        out_shape=(
+            jax.tree.map(lambda x: spec(x.shape, x.dtype), pool),
+            spec((total, value_heads, value_dim), jnp.float32),
+        ),
+        input_output_aliases={place: 0, place + 1: 1},
+    )(*operands)
+    return cleared(outs, rows), pool
