@@ -115,8 +115,9 @@ def weight(
 class Cache(NamedTuple):
     """Values that a layer keeps of a text. Layers with equal caches share a pool."""
 
-    per_token: jax.ShapeDtypeStruct  # of one token, for example [2, KV, H]
+    per_token: jax.ShapeDtypeStruct | None  # of one token, for example [2, KV, H]
     window: int | None = None  # number of last tokens that a row reads; None: all
+    per_request: tuple[jax.ShapeDtypeStruct, ...] = ()  # of a text of any length
 
 
 def pool_windows(caches: Sequence[Cache]) -> tuple[int, ...]:
@@ -125,11 +126,12 @@ def pool_windows(caches: Sequence[Cache]) -> tuple[int, ...]:
 
 
 def pool_layers(caches: Sequence[Cache], num_pools: int) -> tuple[list[int], ...]:
-    """The layers of each pool: of the first, those without a window, or if it is alone, all."""
+    """The layers of each pool of tokens: of the first, those without a window, or if alone, all."""
+    layers = [i for i, cache in enumerate(caches) if cache.per_token is not None]
     if num_pools == 1:
-        return (list(range(len(caches))),)
+        return (layers,)
     windows = None, *pool_windows(caches)
-    return tuple([i for i, x in enumerate(caches) if x.window == window] for window in windows)
+    return tuple([i for i in layers if caches[i].window == window] for window in windows)
 
 
 def pool_shapes(caches: Sequence[Cache], num_kv: Sequence[int]) -> tuple[Any, ...]:
@@ -139,9 +141,10 @@ def pool_shapes(caches: Sequence[Cache], num_kv: Sequence[int]) -> tuple[Any, ..
     """
 
     def shape(layers: Sequence[int], count: int) -> jax.ShapeDtypeStruct | None:
-        if not layers:
+        tokens = [token for i in layers if (token := caches[i].per_token) is not None]
+        if not tokens:
             return None
-        token, *others = {caches[i].per_token: None for i in layers}
+        token, *others = dict.fromkeys(tokens)
         if others:
             shapes = [each.shape for each in (token, *others)]
             raise ValueError(
@@ -151,6 +154,28 @@ def pool_shapes(caches: Sequence[Cache], num_kv: Sequence[int]) -> tuple[Any, ..
         return jax.ShapeDtypeStruct((len(layers), count, *token.shape), token.dtype)
 
     return tuple(map(shape, pool_layers(caches, len(num_kv)), num_kv))
+
+
+def request_layers(caches: Sequence[Cache]) -> list[int]:
+    """The layers that keep something of each request, which share one pool."""
+    return [i for i, cache in enumerate(caches) if cache.per_request]
+
+
+def request_shapes(caches: Sequence[Cache], num_slots: int) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """Shapes ``[L, num_slots, *per_request]`` of the pool of requests; empty if no layer has one.
+
+    Raises ValueError if layers keep different shapes.
+    """
+    shapes = list(dict.fromkeys(caches[i].per_request for i in request_layers(caches)))
+    if len(shapes) > 1:
+        raise ValueError(
+            f"layers {request_layers(caches)} keep different values of a request, {shapes}; their "
+            "mixers must declare equal ones"
+        )
+    count = len(request_layers(caches))
+    return tuple(
+        jax.ShapeDtypeStruct((count, num_slots, *x.shape), x.dtype) for y in shapes for x in y
+    )
 
 
 class Leaf(NamedTuple):

@@ -14,7 +14,7 @@ from jax import Array
 
 from specjax.config import ModelConfig
 from specjax.kernels.backend import resolve
-from specjax.models.declare import Cache, Part, pool_layers
+from specjax.models.declare import Cache, Part, pool_layers, request_layers
 from specjax.models.layers import Attend, DecoderLayer, Embedding, Linear
 from specjax.models.registry import layer_kinds
 from specjax.models.rope import rope_tables
@@ -53,7 +53,8 @@ class CausalLM(nnx.Module):
         """Return hidden states ``[B, T, D]`` after the final norm, features ``[B, T, F]`` and kv.
 
         Tokens and rotary positions are i32 ``[B, T]``. ``kv`` is the state that ``attend`` updates
-        (a KV pool, a dense cache, or nothing), or both are tuples, with an entry for each pool. The
+        (a KV pool, a dense cache, or nothing), or both are tuples, with an entry for each pool. If
+        layers are recurrent, the last entries are a ``Recur`` and the pool of requests. The
         features are the un-normed residual stream after each of ``feature_layers`` (EAGLE-3's
         auxiliary hidden states). If ``feature_layers`` is empty, the feature is the hidden state,
         as in EAGLE-1/2. ``by_token`` is what layers may read of the tokens and their requests;
@@ -79,8 +80,9 @@ class CausalLM(nnx.Module):
             # kernels take the layer index as an operand, so one trace serves all layers. With 32
             # layers, this saves a third of the tracing time and gives the same program
             run = jax.jit(run, static_argnums=(0, 1), inline=True)
-        layers = enumerate(pool_layers(self.caches, len(pools)))
-        places = {i: (pool, index) for pool, members in layers for index, i in enumerate(members)}
+        recurrent = [layers] if (layers := request_layers(self.caches)) else []
+        of_pools = [*pool_layers(self.caches, len(pools) - len(recurrent)), *recurrent]
+        places = {i: (n, index) for n, x in enumerate(of_pools) for index, i in enumerate(x)}
         outputs = {}
         for i, layer in enumerate(self.layers):
             pool, index = places[i]
