@@ -35,6 +35,10 @@ class DeltaPool(NamedTuple):
     windows: Any  # [L, S, J - 1, C], the last rows before the convolution
 
     @property
+    def num_taps(self) -> int:
+        return self.windows.shape[2] + 1
+
+    @property
     def has_kernels(self) -> bool:
         """Whether the Pallas kernels support the sizes of heads: powers of two of at least 16."""
         return all(size >= 16 and size.bit_count() == 1 for size in self.states.shape[3:])

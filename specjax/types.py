@@ -278,7 +278,8 @@ Pools = tuple[Array | None, ...]
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class KVPools:
-    """The target's keys and values, and the algorithm's state."""
+    """The target's keys and values, the algorithm's state, and states of requests."""
 
     target: Pools
     draft: Any  # the algorithm's state: a pool over the same KV indices, tables, or nothing
+    requests: Any = None  # the DeltaPool of the target's recurrent layers, if there are any

@@ -11,6 +11,7 @@ from specjax.disaggregation.decode import TRANSIT_TOKENS
 from specjax.engine.args import EngineArgs
 from specjax.kernels import deterministic as deterministic_kernels
 from specjax.kernels import kv_format
+from specjax.kv import recurrent
 from specjax.kv.holding import KVWrites
 from specjax.models import experts, registry
 from specjax.models.declare import pool_windows
@@ -30,6 +31,7 @@ OWNERS = (
     registry.refusals,
     experts.refusals,
     kv_format.refusals,
+    recurrent.refusals,
 )
 
 

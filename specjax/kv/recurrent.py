@@ -1,13 +1,18 @@
 """States of recurrent layers: how a pass reads and writes the slots of its requests.
 
-A prompt chunk or a plain round computes its rows in order and writes the states after them. A round
-with drafts writes no states, but keeps its rows; :func:`commit` then replays the accepted ones.
+Prompt chunks, and rounds without drafts, compute rows in order and write the states after them. A
+round with drafts writes no states, but leaves rows, of which ``delta_replay`` replays the accepted
+ones.
 """
 
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 from jax import Array
 
+from specjax.config import ModelConfig
 from specjax.kernels.delta_inputs import (
     DeltaGates,
     DeltaInputs,
@@ -16,9 +21,12 @@ from specjax.kernels.delta_inputs import (
     Taps,
     delta_inputs,
 )
-from specjax.kernels.delta_rule import DeltaPool, delta_replay, delta_verify
+from specjax.kernels.delta_rule import DeltaPool, delta_verify
 from specjax.kernels.delta_scan import GROUP, delta_scan
-from specjax.models.gated_delta import Recur
+from specjax.kv.pages import Segments
+from specjax.models.declare import Cache, request_shapes
+from specjax.models.gated_delta import DeltaConfig, Recur
+from specjax.types import DraftShape, VerifyInput
 
 
 class DraftedStates(NamedTuple):
@@ -33,12 +41,88 @@ class DraftedStates(NamedTuple):
         return cls(pool, empty_rows(pool, len(pool.states), num_rows))
 
 
+class RecurrentPass(NamedTuple):
+    """Pools and functions that recurrent layers add to those of attention in a pass."""
+
+    pools: tuple[Any, ...] = ()  # a DeltaPool or DraftedStates; none without such layers
+    recurs: tuple[Recur, ...] = ()
+
+    def split(self, pools: Any) -> tuple[Any, DeltaPool | None, ReplayRows | None]:
+        """Split updated pools into those of tokens, that of requests, and rows to replay."""
+        if not self.pools:
+            return pools, None, None
+        *of_tokens, states = pools
+        if isinstance(states, DraftedStates):
+            return tuple(of_tokens), *states
+        return tuple(of_tokens), states, None
+
+
+def abstract_pool(caches: Sequence[Cache], num_slots: int) -> Any:
+    """Shapes of the pool of recurrent layers; ``None`` if there are none."""
+    shapes = request_shapes(caches, num_slots)
+    return DeltaPool(*shapes) if shapes else None
+
+
+def refusals(config: ModelConfig, device: jax.Device, *, deterministic: bool) -> Iterator[str]:
+    """Why engines cannot run a model; they need a family and limits of their options first."""
+    if isinstance(config, DeltaConfig):
+        yield (
+            f"model_type={config.model_type!r} has recurrent layers, which engines do not serve "
+            "yet; choose a model with attention in all layers"
+        )
+
+
 def empty_rows(pool: DeltaPool, num_layers: int, num_rows: int) -> ReplayRows:
     """Zeros for the rows of a pass, in the shapes that fit the pool."""
     value_heads, value_dim, key_dim = pool.states.shape[2:]
     key_heads = (pool.windows.shape[3] - value_heads * value_dim) // (2 * key_dim)
     heads = key_heads, key_dim, value_heads, value_dim
     return ReplayRows.zeros((num_layers, num_rows), heads, pool.windows.dtype)
+
+
+def recurrent_prompts(
+    pool: DeltaPool | None, segments: Segments, slots: Array, implementation: str | None
+) -> RecurrentPass:
+    """Compute packed prompt chunks of requests in slots i32 ``[G]``.
+
+    A chunk at position 0 starts from zeros, so slots need no clearing.
+    """
+    if pool is None:
+        return RecurrentPass()
+    sources = jnp.where(segments.starts > 0, slots, -1)
+    begins = segments.last - segments.counts + 1
+    rows, num_rows = RequestRows(slots, sources, begins, segments.counts), len(segments.index)
+    recur = recur_in_order(rows, num_rows, pool.num_taps, implementation=implementation)
+    return RecurrentPass((pool,), (recur,))
+
+
+def drafted_rows(slots: Array, tree: VerifyInput, segments: Segments | None) -> RequestRows:
+    """The verified rows of requests in slots i32 ``[B]``; of a packed tier, in segments."""
+    if segments is not None:
+        return RequestRows(slots, slots, segments.last - segments.counts + 1, segments.counts)
+    batch, width = tree.draft_tokens.shape
+    starts = jnp.arange(batch, dtype=jnp.int32) * width
+    return RequestRows(slots, slots, starts, tree.num_proposed + 1)
+
+
+def recurrent_drafts(
+    pool: DeltaPool | None,
+    rows: RequestRows,
+    num_rows: int,
+    tree: VerifyInput,
+    shape: DraftShape,
+    implementation: str | None,
+) -> RecurrentPass:
+    """Compute W = ``num_rows`` rows of drafted trees. A root alone is always accepted."""
+    if pool is None:
+        return RecurrentPass()
+    form = rows, num_rows, pool.num_taps
+    how: dict[str, Any] = {"implementation": implementation}
+    if shape.nodes == 1:
+        return RecurrentPass((pool,), (recur_in_order(*form, group=1, **how),))
+    parents = None if shape.topk == 1 else tree.parents
+    recur = recur_over_drafts(*form, shape.nodes, parents, **how)
+    return RecurrentPass((DraftedStates.of(pool, num_rows),), (recur,))
 
 
 def recur_in_order(
@@ -99,13 +183,6 @@ def recur_over_drafts(
         return DraftedStates(pool, replay), out.reshape(*mixed.shape[:2], *out.shape[1:])
 
     return recur
-
-
-def commit(
-    states: DraftedStates, rows: RequestRows, path: Array, implementation: str | None = None
-) -> DeltaPool:
-    """Keep, of the drafted rows, those of an accepted path i32 ``[B, A]``, which ends with -1."""
-    return delta_replay(*states, rows, path, implementation=implementation)
 
 
 def _inputs(

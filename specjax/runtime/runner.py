@@ -12,6 +12,7 @@ from specjax.checks import refused
 from specjax.compiling.cache import CompileCache
 from specjax.compiling.pool import CompilePool
 from specjax.kv.pages import PageView
+from specjax.kv.recurrent import abstract_pool
 from specjax.models.declare import pool_shapes
 from specjax.models.flat import Networks, Weights
 from specjax.runtime.functions import Job, RoundFunctions
@@ -121,7 +122,8 @@ class ModelRunner:
         nets, config, sizes = self.networks, self.config, self.config.sizes
         algorithm = config.algorithm
         target = pool_shapes(nets.target.caches, config.num_kv)
-        pools = KVPools(target=target, draft=algorithm.abstract_state(nets, sizes))
+        requests = abstract_pool(nets.target.caches, config.num_slots)
+        pools = KVPools(target, algorithm.abstract_state(nets, sizes), requests)
         future = algorithm.create_future_map(
             config.num_slots - 1,
             config.mixed_prefill_tokens,

@@ -11,6 +11,7 @@ import jax
 
 from specjax.kernels.backend import resolve
 from specjax.kv.holding import KVWrites
+from specjax.kv.recurrent import abstract_pool
 from specjax.kv.window_pages import pages_wanted
 from specjax.models.declare import Cache, pool_shapes, pool_windows
 from specjax.models.flat import Networks
@@ -176,7 +177,8 @@ def memory_needs(
 def _state_bytes(networks: Networks, config: RunnerConfig, num_kv: int) -> int:
     sizes = config.sizes._replace(num_kv=num_kv)
     pools = pool_shapes(networks.target.caches, (num_kv, *config.num_kv[1:]))
-    return tree_bytes((config.algorithm.abstract_state(networks, sizes), pools))
+    requests = abstract_pool(networks.target.caches, config.num_slots)
+    return tree_bytes((config.algorithm.abstract_state(networks, sizes), pools, requests))
 
 
 def tree_bytes(arrays: Any) -> int:

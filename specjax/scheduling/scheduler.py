@@ -19,6 +19,7 @@ from specjax.kv.pages import PageAllocator
 from specjax.kv.prefix_cache import Watcher
 from specjax.kv.window_pages import WindowPages
 from specjax.metrics import Totals
+from specjax.models.declare import request_layers
 from specjax.runtime.runner import ModelRunner
 from specjax.sampling.grammar_request import RequestGrammar, await_answers
 from specjax.scheduling.constrained import is_constrained
@@ -81,7 +82,9 @@ class Scheduler:
     ) -> None:
         self._runner, config = runner, runner.config
         self._allocator = PageAllocator(config.num_pages, config.page_size)
-        lookahead = config.algorithm.lookahead if caches_prefixes else None
+        # no state of a recurrent layer is kept at page boundaries, where a cached text would start
+        shares = caches_prefixes and not request_layers(runner.networks.target.caches)
+        lookahead = config.algorithm.lookahead if shares else None
         size, writes = config.page_size, config.kv_writes
         followers = [
             WindowPages(count, size, window, writes, partial(runner.set_pages, pool=pool))

@@ -10,6 +10,7 @@ import numpy as np
 from jax import Array
 
 from specjax.kv.pages import Segments
+from specjax.kv.recurrent import recurrent_prompts
 from specjax.models.layers import pick_row
 from specjax.sampling.draw import logprobs_of, num_best, target_tokens
 from specjax.sampling.logit_processor import LogitInputs, NewTokens, keep_allowed
@@ -91,9 +92,16 @@ def prefill_chunks(
     pages = replace(batch.pages, implementation=resident.target.implementation)
     attend = tuple(pool.attend_packed(segments) for pool in pages.pools)
     layers, by_token = config.feature_layers, batch.inputs_of_segments(segments)
+    recurrent = recurrent_prompts(pools.requests, segments, slots, pages.implementation)
     hidden, features, kv = resident.target(
-        tokens[None], segments.positions[None], pools.target, attend, layers, by_token
+        tokens[None],
+        segments.positions[None],
+        (*pools.target, *recurrent.pools),
+        (*attend, *recurrent.recurs),
+        layers,
+        by_token,
     )
+    kv, requests, _ = recurrent.split(kv)
     last, index = segments.last, segments.index
     # the prompt token after each token, or 0 at the prompt's end
     is_last = segments.is_real & (jnp.arange(tokens.shape[0], dtype=jnp.int32) == last[index])
@@ -151,4 +159,4 @@ def prefill_chunks(
     future = stash(future, slots, rows, resolved)
     logprobs = jax.tree.map(lambda leaf: leaf[:, 0], logprobs)
     out = RoundOutput(drawn[:, 0], logprobs, states[0], prompt_logprobs)
-    return DeviceState(KVPools(target=kv, draft=draft), future), out
+    return DeviceState(KVPools(kv, draft, requests), future), out

@@ -12,7 +12,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from specjax.kernels.delta_inputs import ReplayRows
+from specjax.kernels.delta_rule import delta_replay
 from specjax.kv.pages import PageView, Segments
+from specjax.kv.recurrent import drafted_rows, recurrent_drafts
 from specjax.models.decoder import CausalLM
 from specjax.models.experts import mean_distinct
 from specjax.sampling.draw import SamplingConfig, target_tokens
@@ -97,6 +100,7 @@ class TargetPass(NamedTuple):
     rows: Segments | None = None  # of a packed tier
     # f32 [], the mean number of distinct experts that a layer read; None without such layers
     distinct_experts: Array | None = None
+    replay: ReplayRows | None = None  # of recurrent layers, for the accepted rows
 
 
 def draft(
@@ -141,12 +145,21 @@ def run_target(
         attend = tuple(pool.attend(lens, count, **form) for pool in pages.pools)
         by_token = batch.inputs_of_rows(tree.is_node)
     routes: list[Array] = []
+    of_rows = drafted_rows(batch.slots, tree, rows), drafts.size, tree, shape
+    recurrent = recurrent_drafts(state.pools.requests, *of_rows, pages.implementation)
     hidden, features, kv = target(
-        drafts, positions, state.pools.target, attend, config.feature_layers, by_token, routes
+        drafts,
+        positions,
+        (*state.pools.target, *recurrent.pools),
+        (*attend, *recurrent.recurs),
+        config.feature_layers,
+        by_token,
+        routes,
     )
+    kv, requests, replay = recurrent.split(kv)
     experts = mean_distinct(target.config, routes)
-    passed = TargetPass(target.logits(hidden), hidden, features, rows, experts)
-    return replace(state, pools=replace(state.pools, target=kv)), passed
+    passed = TargetPass(target.logits(hidden), hidden, features, rows, experts, replay)
+    return replace(state, pools=replace(state.pools, target=kv, requests=requests)), passed
 
 
 def draw_and_accept(
@@ -205,7 +218,12 @@ def draw_and_accept(
         verified = replace(verified, packed=results.pack())
     is_chain = config.shape.topk == 1
     kv = batch.pages.commit(kv, batch.seq_lens, verified.accept_index, is_chain=is_chain)
-    return DeviceState(replace(state.pools, target=kv), future), verified
+    requests = state.pools.requests
+    if passed.replay is not None:
+        path = drafted_rows(batch.slots, tree, passed.rows), verified.accept_index
+        how: dict[str, Any] = {"implementation": batch.target.implementation}
+        requests = delta_replay(requests, passed.replay, *path, **how)
+    return DeviceState(replace(state.pools, target=kv, requests=requests), future), verified
 
 
 def extend(

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from specjax.kernels.delta_inputs import RequestRows
-from specjax.kernels.delta_rule import DeltaPool
+from specjax.kernels.delta_rule import DeltaPool, delta_replay
 
 from specjax.kv.pages import PageView
-from specjax.kv.recurrent import DraftedStates, commit, recur_in_order, recur_over_drafts
+from specjax.kv.recurrent import DraftedStates, recur_in_order, recur_over_drafts
 from specjax.models import registry
 from specjax.models.declare import pool_shapes, request_shapes
 from specjax.models.decoder import CausalLM
@@ -97,7 +97,7 @@ class Run:
         attend = self.view.attend(lens, width, **form), recur
         states = DraftedStates.of(self.states, BATCH * width)
         hidden, states = self.run(tokens, positions, states, attend)
-        self.states = commit(states, rows, arrays[1], self.how)
+        self.states = delta_replay(*states, rows, arrays[1], **how)
         (self.kv,) = self.view.commit((self.kv,), lens, arrays[1], is_chain=False)
         self.lens = self.lens + (path >= 0).sum(1)
         return hidden

@@ -12,12 +12,11 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from specjax.kernels.delta_inputs import RequestRows  # noqa: E402
-from specjax.kernels.delta_rule import DeltaPool  # noqa: E402
+from specjax.kernels.delta_rule import DeltaPool, delta_replay  # noqa: E402
 
 from specjax.checkpoints.tensors import in_memory, make_weight  # noqa: E402
 from specjax.kv.recurrent import (  # noqa: E402
     DraftedStates,
-    commit,
     recur_in_order,
     recur_over_drafts,
 )
@@ -136,7 +135,7 @@ class Session:
         self.compare(out, counts, ends)
         number = np.arange(width, dtype=np.int32)
         path = np.where(number < np.array(accepted)[:, None], number, -1)
-        self.pool = commit(states, rows, jnp.asarray(path), **self.how)
+        self.pool = delta_replay(*states, rows, jnp.asarray(path), **self.how)
         self.lengths += np.array(accepted, np.int32) - width
 
     def compare(self, out, counts, ends) -> None:

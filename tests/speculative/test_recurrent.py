@@ -1,0 +1,218 @@
+"""Rounds of a model with recurrent layers: texts equal those of one whole pass per token."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from specjax.kernels.delta_inputs import RequestRows
+from specjax.kernels.delta_rule import DeltaPool
+
+from specjax.kv.recurrent import recur_in_order, refusals
+from specjax.models import registry
+from specjax.models.declare import request_shapes
+from specjax.models.decoder import CausalLM
+from specjax.models.family import alike
+from specjax.models.flat import FlatModel
+from specjax.models.gated_delta import DeltaConfig, GatedDelta
+from specjax.runtime.runner_config import memory_needs
+from specjax.sampling.params import SamplingParams
+from specjax.speculative.algorithm import SpeculativeAlgorithm
+from specjax.speculative.ngram import CorpusConfig, sort_corpus
+from specjax.testing.dense import dense_attend
+from specjax.testing.models import SIZES, TARGET, random_weights
+from specjax.types import DraftShape
+
+from ..support.runners import make_request, new_runner, run_requests, runner_config
+from ..support.schedulers import Serving
+
+NGRAM = replace(SpeculativeAlgorithm.from_string("NGRAM"), has_corpus=True)
+PLAIN = SpeculativeAlgorithm.from_string(None)
+CONFIG = DeltaConfig(
+    model_type="recurrent-test",
+    num_layers=4,
+    linear_num_key_heads=1,
+    linear_num_value_heads=2,
+    linear_key_head_dim=16,
+    linear_value_head_dim=16,
+    **SIZES,
+)
+COUNT, WIDTH = 24, 80
+RNG = np.random.default_rng(6)
+PROMPTS = [RNG.integers(6, 61, size=n).tolist() for n in (3, 37, 16, 1, 21, 50)]
+GREEDY = SamplingParams(temperature=0.0, max_new_tokens=COUNT, ignore_eos=True)
+SEEDED = replace(GREEDY, temperature=0.8, top_p=0.95)
+CHAIN, TREE = DraftShape.chain(4), DraftShape(5, 10, 8, stores_drafts=False)
+PACKED = CHAIN._replace(packed=3)  # rows of a request on average
+
+
+def layers(config: Any, **differences: Any) -> Any:
+    """Attention in the third of four layers."""
+    kinds = alike(config, **differences)
+    return tuple(
+        kind if i == 2 else replace(kind, mixer=GatedDelta) for i, kind in enumerate(kinds)
+    )
+
+
+@pytest.fixture(autouse=True, scope="module")
+def family() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        made = replace(registry.FAMILIES["llama"], layers=layers)
+        patch.setitem(registry.FAMILIES, CONFIG.model_type, made)
+        yield
+
+
+@cache
+def target() -> tuple[FlatModel[CausalLM], Any]:
+    """Weights with memory of a few rows in some heads, and of hundreds in others."""
+    flat = FlatModel.of(partial(CausalLM, CONFIG, "xla"))
+    named = dict(zip(flat.names, random_weights(flat, 0), strict=True))
+    for name in named:
+        if name.endswith("attention.biases"):
+            named[name] = jnp.array([-6.0, -1.0])
+    named["lm_head.kernel"] *= 4
+    return flat, flat.order(named)
+
+
+@cache
+def dense_function() -> Any:
+    flat, _ = target()
+    rows = RequestRows(*(jnp.array([x], jnp.int32) for x in (1, -1, 0, WIDTH)))
+
+    @jax.jit
+    def logits(weights: Any, tokens: Any, last: Any) -> Any:
+        model = flat.rebuild(weights)
+        recur = recur_in_order(rows, WIDTH, 4, group=1, implementation="xla")
+        pool = DeltaPool(*(jnp.zeros(x.shape, x.dtype) for x in request_shapes(flat.caches, 2)))
+        positions = jnp.arange(WIDTH, dtype=jnp.int32)[None]
+        hidden, _, _ = model(tokens[None], positions, (None, pool), (dense_attend, recur))
+        return model.logits(hidden[0, last])
+
+    return logits
+
+
+@cache
+def dense_text(prompt: tuple[int, ...]) -> list[int]:
+    """A greedy text, with one pass over all tokens for each token."""
+    text = np.zeros(WIDTH, np.int32)
+    text[: len(prompt)] = prompt
+    for end in range(len(prompt), len(prompt) + COUNT):
+        text[end] = int(jnp.argmax(dense_function()(target()[1], text, end - 1)))
+    return text[len(prompt) : len(prompt) + COUNT].tolist()
+
+
+@cache
+def runner_of(shape: DraftShape | None, rounds: int = 1) -> Any:
+    """A runner that drafts from a corpus of all greedy texts, or not at all."""
+    shapes, algorithm = (shape or DraftShape.chain(0),), NGRAM if shape else PLAIN
+    if shape and shape.topk == 1:
+        algorithm = replace(NGRAM, breadth=1)
+    is_packed = bool(shape and shape.packed)
+    options = {"algorithm": algorithm, "shapes": shapes, "reads_confidence": is_packed}
+    config = runner_config(rounds_per_dispatch=rounds, **options)
+    head: Any = None
+    if shape:
+        texts = [prompt + dense_text(tuple(prompt)) for prompt in PROMPTS]
+        tokens, order = sort_corpus(texts, NGRAM.window[1])
+        head = CorpusConfig(len(tokens), len(order), NGRAM.window[1])
+    networks = algorithm.networks(CONFIG, head, implementation="xla")
+    draft = networks.draft.order({"tokens": tokens, "order": order}) if shape else ()
+    return new_runner(networks, config, target()[1], draft)
+
+
+def accepted(requests: Any) -> int:
+    histograms = (r.result()["meta_info"]["spec_correct_drafts_histogram"] for r in requests)
+    return sum(i * n for histogram in histograms for i, n in enumerate(histogram))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("shape", "rounds"), [(None, 1), (None, 4), (CHAIN, 1), (CHAIN, 4), (TREE, 1), (PACKED, 1)]
+)
+def test_texts_equal_whole_passes(shape: DraftShape | None, rounds: int) -> None:
+    """Prompts are cut into chunks, and six requests share four slots."""
+    runner = runner_of(shape, rounds)
+    steps = shape.steps if shape else 0
+    requests = [make_request(prompt, GREEDY, width=steps) for prompt in PROMPTS]
+    run_requests(runner, requests)
+    for request, prompt in zip(requests, PROMPTS, strict=True):
+        assert request.output_ids == dense_text(tuple(prompt))
+    if shape:
+        assert accepted(requests) > 3 * COUNT
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [CHAIN, TREE])
+def test_seeded_texts_equal_plain_decoding(shape: DraftShape) -> None:
+    """Most drafts are wrong, so rejected rows must leave no trace in states."""
+
+    def texts(runner: Any, width: int) -> list[list[int]]:
+        requests = [make_request(x, SEEDED, seed=i, width=width) for i, x in enumerate(PROMPTS)]
+        run_requests(runner, requests)
+        return [request.output_ids for request in requests]
+
+    assert texts(runner_of(shape), shape.steps) == texts(runner_of(None), 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [None, CHAIN])
+def test_preempted_and_aborted_requests_leave_no_state(shape: DraftShape | None) -> None:
+    """Prefixes are not shared, because no state is kept where a cached text would start."""
+    serving = Serving(runner=runner_of(shape), num_pages=40, is_cached=True)
+    steps = shape.steps if shape else 0
+    requests = [
+        make_request(prompt, GREEDY, width=steps, rid=f"r{i}")
+        for i, prompt in enumerate(PROMPTS * 3)
+    ]
+    serving.add_all(requests)
+    while not requests[1].output_ids:
+        serving.step()
+    serving.scheduler.abort(requests[1])
+    serving.finish()
+    assert sum(request.num_retractions for request in requests) > 0
+    for i, request in enumerate(requests):
+        text = dense_text(tuple(PROMPTS[i % len(PROMPTS)]))
+        is_aborted = request is requests[1]
+        assert request.output_ids == (text[: len(request.output_ids)] if is_aborted else text)
+        assert not request.result()["meta_info"].get("cached_tokens")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [CHAIN, TREE])
+def test_rounds_in_three_calls_replay_the_accepted_rows(shape: DraftShape) -> None:
+    """As with grammars: the rows of the target pass cross two calls."""
+    runner, calls = runner_of(shape), []
+    runner.watch_rounds(lambda slots, tree, verified: calls.append(slots))
+    requests = [make_request(prompt, GREEDY, width=shape.steps) for prompt in PROMPTS[:4]]
+    try:
+        run_requests(runner, requests)
+    finally:
+        runner.watch_rounds(None)
+    assert calls
+    for request, prompt in zip(requests, PROMPTS, strict=False):
+        assert request.output_ids == dense_text(tuple(prompt))
+
+
+@pytest.mark.slow
+def test_the_pool_counts_in_the_memory_plan() -> None:
+    """A slot has a state and a window in each of three layers, and slot 0 is one of five."""
+    runner = runner_of(None)
+    pool = runner.abstract_state.pools.requests
+    channels = 2 * 16 + 2 * 16
+    assert pool.states.shape == (3, 5, 2, 16, 16)
+    assert pool.windows.shape == (3, 5, 3, channels)
+    other = replace(runner.config, num_slots=6)
+    before, after = (memory_needs(runner.networks, x) for x in (runner.config, other))
+    assert after.weight_bytes - before.weight_bytes == 3 * 4 * (2 * 16 * 16 + 3 * channels)
+    assert after.token_bytes == before.token_bytes
+
+
+def test_engines_refuse_recurrent_layers() -> None:
+    device = jax.devices()[0]
+    (reason,) = refusals(CONFIG, device, deterministic=False)
+    assert reason.startswith("model_type='recurrent-test' has recurrent layers")
+    assert not [*refusals(TARGET, device, deterministic=False)]
