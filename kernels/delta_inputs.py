@@ -87,7 +87,8 @@ class ReplayRows(NamedTuple):
     mixed: Any  # [L, W, C], channels before the convolution
     keys: Any  # [L, W, Hk, K]
     log_decays: Any  # f32 [L, W, Hv]
-    deltas: Any  # f32 [L, W, Hv, V], which ``delta_verify`` writes
+    # f32 [L, W, Hv, V], which ``delta_verify`` writes; None if nothing will be replayed
+    deltas: Any = None
 
     @classmethod
     def zeros(cls, shape: tuple[int, int], heads: tuple[int, ...], dtype: Any) -> "ReplayRows":
@@ -174,7 +175,7 @@ def specjax_delta_inputs(*refs: Any) -> None:
     (num_rows, key_heads, key_dim), num_before = outputs.queries.shape, windows_ref.shape[2]
     value_heads, value_dim = outputs.values.shape[1:]
     layer, head = layer_ref[0], pl.program_id(1)
-    place = layer % replay.keys.shape[0]
+    is_kept, place = replay.mixed is not None, layer % replay.keys.shape[0]
     row = pl.program_id(0) * HEIGHT + jnp.arange(HEIGHT, dtype=jnp.int32)
     # stores do not clip the row, because no two lanes of a store may have one index
     is_row, inner = row < num_rows, jnp.minimum(row, num_rows - 1)
@@ -203,7 +204,8 @@ def specjax_delta_inputs(*refs: Any) -> None:
             stored = load(window, mask=of_window, other=0)
             total += jnp.where(of_row, values, stored).astype(jnp.float32) * weight(j)
         values = load(mixed_ref.at[inner[:, None], channel[None]], mask=is_lane, other=0)
-        store(replay.mixed.at[place, row[:, None], channel[None]], values, mask=mask)
+        if is_kept:
+            store(replay.mixed.at[place, row[:, None], channel[None]], values, mask=mask)
         return _silu(total + values.astype(jnp.float32) * weight(num_before)), lane, mask
 
     @pl.when(head < 2 * key_heads)
@@ -236,7 +238,8 @@ def delta_inputs(
     windows: Array,
     layer: int | Array,
     taps: Taps,
-    replay: ReplayRows,
+    heads: tuple[int, ...],
+    replay: ReplayRows | None = None,
     *,
     implementation: str | None = None,
 ) -> tuple[DeltaInputs, ReplayRows]:
@@ -252,14 +255,14 @@ def delta_inputs(
         windows: ``[L, S, J - 1, C]`` in the dtype of ``mixed``.
         layer: the layer whose windows are read, and whose replay rows are written.
         taps: where the rows before each row are.
-        replay: the rows of all layers, or of one, which are written in place if it is donated.
+        heads: Hk, K, Hv and V.
+        replay: rows of all layers, of which this layer's are written in place if it is donated;
+            ``None`` makes rows of this layer alone, which share ``mixed``.
 
     Raises:
         ValueError: for mismatched shapes or an unknown implementation.
     """
-    num_layers, num_rows, key_heads, key_dim = replay.keys.shape
-    heads = key_heads, key_dim, *replay.deltas.shape[2:]
-    value_heads, value_dim = heads[2:]
+    num_rows, (key_heads, key_dim, value_heads, value_dim) = len(mixed), heads
     num_channels = 2 * key_heads * key_dim + value_heads * value_dim
     shapes = {
         "mixed": (mixed.shape, (num_rows, num_channels)),
@@ -271,9 +274,12 @@ def delta_inputs(
     for name, (shape, expected) in shapes.items():
         if shape != expected:
             raise ValueError(f"{name} {shape} must be {expected} for heads {heads}")
-    implementation, place = resolve(implementation), layer % num_layers
+    implementation = resolve(implementation)
     if implementation == "xla" or num_rows == 0:
         inputs, keys, log_decays = _reference(mixed, gates, weights, windows, layer, taps, heads)
+        if replay is None:
+            return inputs, ReplayRows(mixed[None], keys[None], log_decays[None])
+        place = layer % len(replay.keys)
         return inputs, ReplayRows(
             replay.mixed.at[place].set(mixed),
             replay.keys.at[place].set(keys),
@@ -286,17 +292,24 @@ def delta_inputs(
         spec((num_rows, value_heads, value_dim), mixed.dtype),
         spec((num_rows, value_heads), jnp.float32),
     )
-    written = replay._replace(deltas=None)
     operands = layer_operand(layer), mixed, gates, weights, windows, taps
-    first = len(jax.tree.leaves(operands))
+    of_keys = spec((1, num_rows, key_heads, key_dim), mixed.dtype)
+    written = ReplayRows(None, of_keys, spec((1, num_rows, value_heads), jnp.float32))
+    aliases, kept_rows = {}, None
+    if replay is not None:
+        kept_rows, first = replay._replace(deltas=None), len(jax.tree.leaves(operands))
+        written = jax.tree.map(lambda x: spec(x.shape, x.dtype), kept_rows)
+        aliases = {first + i: i for i in range(3)}
     written, inputs = triton_call(
         specjax_delta_inputs,
         grid=(pl.cdiv(num_rows, HEIGHT), 2 * key_heads + value_heads),
-        out_shape=(jax.tree.map(lambda x: spec(x.shape, x.dtype), written), outputs),
+        out_shape=(written, outputs),
         num_warps=HEIGHT,
         implementation=implementation,
-        input_output_aliases={first + i: i for i in range(3)},
-    )(*operands, written)
+        input_output_aliases=aliases,
+    )(*operands, kept_rows)
+    if replay is None:
+        return inputs, written._replace(mixed=mixed[None])
     return inputs, written._replace(deltas=replay.deltas)
 
 

@@ -39,6 +39,13 @@ class DeltaPool(NamedTuple):
         return self.windows.shape[2] + 1
 
     @property
+    def heads(self) -> tuple[int, int, int, int]:
+        """Hk, K, Hv and V."""
+        value_heads, value_dim, key_dim = self.states.shape[2:]
+        num_channels = self.windows.shape[3] - value_heads * value_dim
+        return num_channels // (2 * key_dim), key_dim, value_heads, value_dim
+
+    @property
     def has_kernels(self) -> bool:
         """Whether the Pallas kernels support the sizes of heads: powers of two of at least 16."""
         return all(size >= 16 and size.bit_count() == 1 for size in self.states.shape[3:])

@@ -15,7 +15,6 @@ from jax import Array
 from specjax.config import ModelConfig
 from specjax.kernels.delta_inputs import (
     DeltaGates,
-    DeltaInputs,
     ReplayRows,
     RequestRows,
     Taps,
@@ -38,7 +37,8 @@ class DraftedStates(NamedTuple):
     @classmethod
     def of(cls, pool: DeltaPool, num_rows: int) -> "DraftedStates":
         """Make room for W = ``num_rows`` rows of all layers."""
-        return cls(pool, empty_rows(pool, len(pool.states), num_rows))
+        shape = len(pool.states), num_rows
+        return cls(pool, ReplayRows.zeros(shape, pool.heads, pool.windows.dtype))
 
 
 class RecurrentPass(NamedTuple):
@@ -70,14 +70,6 @@ def refusals(config: ModelConfig, device: jax.Device, *, deterministic: bool) ->
             f"model_type={config.model_type!r} has recurrent layers, which engines do not serve "
             "yet; choose a model with attention in all layers"
         )
-
-
-def empty_rows(pool: DeltaPool, num_layers: int, num_rows: int) -> ReplayRows:
-    """Zeros for the rows of a pass, in the shapes that fit the pool."""
-    value_heads, value_dim, key_dim = pool.states.shape[2:]
-    key_heads = (pool.windows.shape[3] - value_heads * value_dim) // (2 * key_dim)
-    heads = key_heads, key_dim, value_heads, value_dim
-    return ReplayRows.zeros((num_layers, num_rows), heads, pool.windows.dtype)
 
 
 def recurrent_prompts(
@@ -146,8 +138,9 @@ def recur_in_order(
     def recur(
         pool: DeltaPool, layer: int, mixed: Array, gates: DeltaGates, weights: Array
     ) -> tuple[DeltaPool, Array]:
-        replay, how = empty_rows(pool, 1, num_rows), {"implementation": implementation}
-        inputs, replay = _inputs(mixed, gates, weights, pool, layer, taps, replay, implementation)
+        how: dict[str, Any] = {"implementation": implementation}
+        of_layer = gates, weights, pool.windows, layer, taps, pool.heads
+        inputs, replay = delta_inputs(mixed.reshape(num_rows, -1), *of_layer, **how)
         out, pool = delta_scan(inputs, replay, pool, layer, rows, group=group, **how)
         return pool, out.reshape(*mixed.shape[:2], *out.shape[1:])
 
@@ -178,22 +171,9 @@ def recur_over_drafts(
         states: DraftedStates, layer: int, mixed: Array, gates: DeltaGates, weights: Array
     ) -> tuple[DraftedStates, Array]:
         pool, replay, how = *states, {"implementation": implementation}
-        inputs, replay = _inputs(mixed, gates, weights, pool, layer, taps, replay, implementation)
+        of_layer = gates, weights, pool.windows, layer, taps, pool.heads, replay
+        inputs, replay = delta_inputs(mixed.reshape(num_rows, -1), *of_layer, **how)
         out, replay = delta_verify(inputs, replay, pool, layer, rows, width, parents, **how)
         return DraftedStates(pool, replay), out.reshape(*mixed.shape[:2], *out.shape[1:])
 
     return recur
-
-
-def _inputs(
-    mixed: Array,
-    gates: DeltaGates,
-    weights: Array,
-    pool: DeltaPool,
-    layer: int,
-    taps: Taps,
-    replay: ReplayRows,
-    implementation: str | None,
-) -> tuple[DeltaInputs, ReplayRows]:
-    flat, how = mixed.reshape(-1, mixed.shape[-1]), {"implementation": implementation}
-    return delta_inputs(flat, gates, weights, pool.windows, layer, taps, replay, **how)

@@ -96,7 +96,7 @@ def verify(case: Case, num_rows, parents=None, path=None, implementation="xla", 
     taps = Taps.of(case.rows, total, case.weights.shape[2], parents)
     outs = []
     for i, gates in enumerate(case.gates):
-        rest = case.weights[i], case.pool.windows, i, taps, replay
+        rest = case.weights[i], case.pool.windows, i, taps, _heads(case), replay
         inputs, replay = delta_inputs(case.mixed[i], gates, *rest, **how)
         rest = case.pool, i, case.rows, num_rows, parents
         out, replay = delta_verify(inputs, replay, *rest, width=width, **how)
@@ -113,8 +113,7 @@ def scan(case: Case, group, implementation="xla", width=None):
     total, pool, outs = case.mixed.shape[1], case.pool, []
     taps = Taps.of(case.rows, total, case.weights.shape[2])
     for i, gates in enumerate(case.gates):
-        replay = ReplayRows.zeros((1, total), _heads(case), case.mixed.dtype)
-        rest = case.weights[i], pool.windows, i, taps, replay
+        rest = case.weights[i], pool.windows, i, taps, _heads(case)
         inputs, replay = delta_inputs(case.mixed[i], gates, *rest, **how)
         out, pool = delta_scan(inputs, replay, pool, i, case.rows, group=group, width=width, **how)
         outs.append(out)

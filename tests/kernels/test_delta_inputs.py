@@ -23,9 +23,12 @@ from .runs import DEVICE, INTERPRET, RUNS
 def compute(case, layer, heads, taps, implementation):
     layers, total = case.mixed.shape[:2]
     replay = ReplayRows.zeros((layers, total), heads, case.mixed.dtype)
-    rest = case.weights[layer], case.pool.windows, layer, taps, replay
+    rest = case.weights[layer], case.pool.windows, layer, taps, heads
     how = {"implementation": implementation}
-    return delta_inputs(case.mixed[layer], case.gates[layer], *rest, **how)
+    both = (
+        delta_inputs(case.mixed[layer], case.gates[layer], *rest, x, **how) for x in (replay, None)
+    )
+    return *next(both), *next(both)
 
 
 @pytest.mark.parametrize("run", RUNS)
@@ -37,7 +40,7 @@ def test_equals_numpy(run, sizes):
     parents = np.array([[-1, 0, 1, 2, 0], [-1, 0, 1, 2, 3]], np.int32)
     case = draw(sizes, RequestRows((2, 4), (5, -1), (6, 1), (5, 4)), 11)
     taps = Taps.of(case.rows, 11, sizes.taps, parents)
-    inputs, replay = compute(case, 1, sizes.heads, taps, **run)
+    inputs, replay, *alone = compute(case, 1, sizes.heads, taps, **run)
     before = {6: [], 7: [6], 8: [6, 7], 9: [6, 7, 8], 10: [6], 1: [], 2: [1], 3: [1, 2]}
     before[4] = [1, 2, 3]
     window = {True: case.pool.windows[1, 5], False: np.zeros_like(case.pool.windows[1, 5])}
@@ -50,6 +53,14 @@ def test_equals_numpy(run, sizes):
     np.testing.assert_array_equal(replay.mixed[1], case.mixed[1])
     for array in replay:
         assert not np.asarray(array[0]).any()
+    # without rows of all layers, those of this one are new
+    assert alone[1].deltas is None
+    pairs = [
+        *zip(inputs, alone[0], strict=True),
+        *((x[1], y[0]) for x, y in zip(replay[:3], alone[1][:3], strict=True)),
+    ]
+    for ours, others in pairs:
+        close(ours, np.asarray(others), 1e-6)
 
 
 @pytest.mark.parametrize("run", RUNS)
@@ -62,7 +73,7 @@ def test_gates_of_large_products_are_finite(run):
     products = np.concatenate([products, np.repeat(of_decay[:, None], 4, axis=1)], axis=1)
     case = case._replace(products=products[None], biases=np.zeros((1, 4), np.float32))
     taps = Taps.of(case.rows, 4, sizes.taps)
-    inputs, replay = compute(case, 0, sizes.heads, taps, **run)
+    inputs, replay, *_ = compute(case, 0, sizes.heads, taps, **run)
     rates = np.exp(case.log_rates[0].astype(np.float64))
     expected = -np.logaddexp(0, of_decay.astype(np.float64))[:, None] * rates
     np.testing.assert_allclose(replay.log_decays[0], expected, rtol=2e-6)
@@ -92,12 +103,18 @@ def shapes_of(rows, **changes):
     return tuple((arrays | changes).values())
 
 
+def with_heads(*arrays, implementation):
+    return delta_inputs(*arrays[:6], (16, 128, 32, 128), *arrays[6:], implementation=implementation)
+
+
+@pytest.mark.parametrize("is_kept", [False, True])
 @pytest.mark.parametrize("rows", [1, 32, 4096])
-def test_lowers_for_cuda(rows):
-    text = lower_for_cuda(partial(delta_inputs, **DEVICE), *shapes_of(rows))
+def test_lowers_for_cuda(rows, is_kept):
+    changes = {} if is_kept else {"replay": None}
+    text = lower_for_cuda(partial(with_heads, **DEVICE), *shapes_of(rows, **changes))
     assert text.count(f"custom_call @{TRITON_CALL}") == 1
     assert "specjax_delta_inputs" in text
-    assert text.count("output_operand_alias<") == 3
+    assert text.count("output_operand_alias<") == 3 * is_kept
 
 
 @pytest.mark.parametrize(
@@ -111,4 +128,4 @@ def test_lowers_for_cuda(rows):
 def test_bad_shapes_are_refused(name, shape, message):
     changes = {name: jax.ShapeDtypeStruct(shape, "bfloat16")}
     with pytest.raises(ValueError, match=message):
-        jax.eval_shape(partial(delta_inputs, **INTERPRET), *shapes_of(8, **changes))
+        jax.eval_shape(partial(with_heads, **INTERPRET), *shapes_of(8, **changes))
