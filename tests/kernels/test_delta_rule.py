@@ -73,7 +73,8 @@ def test_a_round_equals_one_row_at_a_time(run, form):
     rng = np.random.default_rng(num_rows)
     parents = random_trees(rng, 4, num_rows) if is_tree else None
     of_rows = parents if is_tree else np.tile(np.arange(num_rows) - 1, (4, 1))
-    paths = [ancestors(of_rows[i], num_rows - 1 - i % num_rows) for i in range(3)] + [[]]
+    leaves = num_rows - 1, 0, (num_rows - 1) // 2
+    paths = [*(ancestors(of_rows[i], leaf) for i, leaf in enumerate(leaves)), []]
     check_round(case, num_rows, parents, paths, **run)
 
 
