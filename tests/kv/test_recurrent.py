@@ -21,6 +21,8 @@ from specjax.models.flat import FlatModel
 from specjax.models.gated_delta import DeltaConfig, GatedDelta
 from specjax.testing.models import SIZES, random_weights
 
+from ..support.lowering import TRITON_CALL, lower_for_cuda
+
 PAGE, PAGES, TAPS, BATCH = 4, 8, 3, 2
 
 
@@ -31,23 +33,22 @@ def layers(config: Any, **differences: Any) -> Any:
     return tuple(y if i == 1 else x for i, (x, y) in enumerate(zip(recurrent, kinds, strict=True)))
 
 
+def decoder(monkeypatch: pytest.MonkeyPatch, implementation: str, **changes: Any) -> Any:
+    """The structure of a decoder with two recurrent layers."""
+    family = replace(registry.FAMILIES["llama"], layers=layers)
+    monkeypatch.setitem(registry.FAMILIES, "llama", family)
+    sizes = {"linear_num_key_heads": 1, "linear_num_value_heads": 2, "linear_conv_kernel_dim": TAPS}
+    sizes |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
+    sizes |= SIZES | {"head_dim": 16} | changes
+    config = DeltaConfig(model_type="llama", num_layers=3, **sizes)
+    return FlatModel.of(partial(CausalLM, config, implementation))
+
+
 class Run:
     """A decoder and its pools; passes of two texts at a time."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, implementation: str) -> None:
-        family = replace(registry.FAMILIES["llama"], layers=layers)
-        monkeypatch.setitem(registry.FAMILIES, "llama", family)
-        config = DeltaConfig(
-            model_type="llama",
-            num_layers=3,
-            linear_num_key_heads=1,
-            linear_num_value_heads=2,
-            linear_key_head_dim=16,
-            linear_value_head_dim=16,
-            linear_conv_kernel_dim=TAPS,
-            **(SIZES | {"head_dim": 16}),
-        )
-        flat = FlatModel.of(partial(CausalLM, config, implementation))
+        flat = decoder(monkeypatch, implementation)
         self.weights, self.flat, self.how = random_weights(flat, 3), flat, implementation
         table = jnp.arange(1, 1 + BATCH * PAGES, dtype=jnp.int32).reshape(BATCH, PAGES)
         self.view = PageView((table,), PAGE, implementation)
@@ -125,3 +126,40 @@ def test_chunks_and_trees_equal_whole_texts(
         whole = Run(monkeypatch, implementation).in_order(np.stack([text] * BATCH))[b]
         pieces = [*(x[b] for x in hidden), of_tree[b, accepted], end[b]]
         np.testing.assert_allclose(np.concatenate(pieces), whole, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("is_drafted", "width"), [pytest.param(True, 4, marks=pytest.mark.slow), (False, 1)]
+)
+def test_a_pass_lowers_for_cuda(
+    monkeypatch: pytest.MonkeyPatch, is_drafted: bool, width: int
+) -> None:
+    """A recurrent layer has two launches, and the layers of a kind share one function."""
+    flat = decoder(monkeypatch, "pallas", dtype="bfloat16")
+    view = PageView((jnp.zeros((BATCH, PAGES), jnp.int32),), PAGE, "pallas")
+    rows = RequestRows(*(jnp.ones(BATCH, jnp.int32) for _ in range(4)))
+
+    def call(weights: Any, tokens: Any, kv: Any, pool: DeltaPool) -> Any:
+        form = rows, BATCH * width, TAPS
+        recur, states = recur_in_order(*form, group=1, implementation="pallas"), pool
+        if is_drafted:
+            recur = recur_over_drafts(*form, width, implementation="pallas")
+            states = DraftedStates.of(pool, BATCH * width)
+        attend = view.attend(jnp.zeros(BATCH, jnp.int32), width), recur
+        model = flat.rebuild(weights)
+        hidden, _, (kv, states) = model(tokens, jnp.zeros_like(tokens), (kv, states), attend)
+        if is_drafted:
+            path = jnp.zeros((BATCH, width), jnp.int32)
+            states = delta_replay(*states, rows, path, implementation="pallas")
+        return hidden, kv, states
+
+    tokens = jax.ShapeDtypeStruct((BATCH, width), jnp.int32)
+    pool = DeltaPool(*request_shapes(flat.caches, 3))
+    (kv,) = pool_shapes(flat.caches, (PAGE * PAGES,))
+    text = lower_for_cuda(call, flat.abstract, tokens, kv, pool)
+    names = ["verify", "replay"] if is_drafted else ["steps"]
+    for name in ["inputs", *names]:
+        assert f"specjax_delta_{name}" in text, name
+    calls = text.count(f"custom_call @{TRITON_CALL}")
+    without = [x for x in text.splitlines() if TRITON_CALL in x and "specjax_delta" not in x]
+    assert calls - len(without) == (3 if is_drafted else 2)
