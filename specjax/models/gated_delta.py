@@ -21,6 +21,7 @@ from specjax.kernels.delta_inputs import DeltaGates
 from specjax.models.declare import Cache, Part, weight
 from specjax.models.layers import LayerKind, RMSNorm, pick_row
 from specjax.models.rope import RopeTables
+from specjax.types import TokenInputs
 
 # recur(cache, layer, mixed [B,T,C], gates of B * T rows, weights [C,J]) -> (cache, output f32
 # [B,T,Hv,V]). It convolves the channels, computes the rows of each request after its state, and
@@ -97,11 +98,12 @@ class GatedDelta(nnx.Module):
         layer: int,
         recur: Recur,
         row: Array | None = None,
+        by_token: TokenInputs | None = None,
     ) -> tuple[Array, Any]:
         """Map ``[B, T, D]`` to ``[B, T, D]`` or partial sums of it; also return the updated cache.
 
         With ``row`` i32 ``[B]``, only this row is output: ``[B, 1, D]``. States have no positions,
-        so ``rope`` is not read.
+        so ``rope`` is not read; nor is ``by_token``.
         """
         mixed, gate = jnp.split(self.mixed_and_gate(x), (self.num_channels,), axis=-1)
         products = self.products(x, jnp.float32).reshape(-1, 2 * self.heads[2])
