@@ -16,6 +16,7 @@ from specjax.models.experts import Experts
 from specjax.models.flat import FlatModel
 from specjax.models.layers import MLP
 from specjax.testing.dense import dense_attend
+from specjax.types import TokenInputs
 
 from ..support.checkpoint_files import (
     CONFIG,
@@ -118,7 +119,8 @@ def test_states_equal_a_reference_in_numpy(tmp_path: Path, tensors: Tensors) -> 
     def run(weights, embeds, hidden):
         at = jnp.arange(LENGTH, dtype=jnp.int32)
         inputs = embeds[None], hidden[None], at[None]
-        return flat.rebuild(weights)(0, *inputs, None, dense_attend, at[None] < LENGTH - 1)[0][0]
+        by_token = TokenInputs(at[None] < LENGTH - 1, None, None)  # whose requests nothing reads
+        return flat.rebuild(weights)(0, *inputs, None, dense_attend, by_token)[0][0]
 
     expected, states = Reference(tensors).states(embeds, hidden), run(weights, embeds, hidden)
     np.testing.assert_allclose(states[:-1], expected[:-1], atol=1e-4)
