@@ -18,10 +18,10 @@ NEUTRAL: dict[str, Any] = dict.fromkeys(_ZERO.split(), 0) | dict.fromkeys(_ONE.s
 _WORDS = re.compile(
     r"scal(e|ing)|multiplier|soft_?cap|_bias$|norm|rope|rotary|attn|attention|window|sliding|swa|"
     r"sink|(^|_)act(ivation)?(_|$)|residual|alibi|clip|causal|bidirectional|parallel|expert|gated|"
-    r"(^|_)(nope|mup)_|logit_|^dim_model_base$|^(mlp|ffn)_type$"
+    r"(^|_)(nope|mup)(_|$)|logit_|^dim_model_base$|^(mlp|ffn)_type$"
 )
 # of these, 1 changes nothing
-_FACTORS = re.compile("scal(e|ing)|multiplier|temperature")
+_FACTORS = re.compile("scal(e|ing)|multiplier|logit_temperature")
 # of these, true or 1 is what the networks do, and false or 0 is a change
 _SWITCHES = re.compile(
     r"(is_|use_)?causal(_attention|_mask)?|(use|apply|has|with)_(rope|rotary(_\w+)?|residual|"

@@ -82,6 +82,7 @@ WITHOUT_EFFECT: dict[str, Any] = {
 }
 # key -> (a value that changes nothing, one that the networks of drafts lack)
 REFUSED: dict[str, tuple[Any, Any]] = {
+    "attn_temperature_tuning": (0, 1),
     "attention_bias": (False, True),
     "attention_chunk_size": (None, 8192),
     "attention_multiplier": (None, 0.25),
@@ -128,6 +129,7 @@ REFUSED: dict[str, tuple[Any, Any]] = {
     "use_gemma_norm": (False, True),
     "use_input_layernorm_in_first_layer": (True, False),
     "use_last_layernorm": (True, False),
+    "use_mup": (False, True),
     "use_mtp_layernorm": (False, True),
     "use_parallel_residual": (False, True),
     "use_rope": (True, False),
