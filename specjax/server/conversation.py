@@ -17,7 +17,7 @@ from specjax.sampling.grammar import LAYOUT, OPTIONS
 from specjax.scheduling.loop import Call
 from specjax.scheduling.request import new_id
 from specjax.server.fields import ApiError, Body, bad_value, finish_fields, get
-from specjax.server.parameters import answer_schema, take_params
+from specjax.server.parameters import answer_format, take_params
 from specjax.server.service import MAX_REPORTED, Service
 from specjax.text.parts import TextParts, Tools
 from specjax.text.reasoning import END as THINK_END
@@ -53,10 +53,13 @@ class Conversation:
         is_parallel: bool,
     ) -> None:
         tool_format = FORMATS.get(service.engine.tool_call_parser or "", NO_FORMAT)
-        token_id = service.tokenizer.backend.token_to_id
-        token_ids = {x: i for x in (START, END) if (i := token_id(x)) is not None}
+        backend = service.tokenizer.backend
+        token_ids = {x: i for x in (START, END) if (i := backend.token_to_id(x)) is not None}
         checked_tools = _check_tools(tools, choice, is_parallel, tool_format)
         self.tools = checked_tools._replace(token_ids=token_ids)
+        added = backend.get_added_tokens_decoder() if tool_format is HERMES and token_ids else {}
+        marks = [added[i] for i in token_ids.values() if i in added]
+        self._has_special_marks = tool_format.is_special or any(mark.special for mark in marks)
         if tools and "tools" in (service.tokenizer.chat_template or ""):
             variables["tools"] = tools
         elif self.tools.names and tool_format in (NO_FORMAT, HERMES):
@@ -102,12 +105,12 @@ class Conversation:
             message = "tools need the engine option tool_call_parser, or tool_choice='none'"
             raise ApiError(400, message, param="tools")
         is_bounded = wants_logprobs and "max_tokens" not in body
-        answer = answer_schema(body) if engine.has_grammars else None
-        can_limit = engine.has_grammars and "response_format" not in body
+        limits = answer_format(body) if engine.has_grammars else {}
+        answer, can_limit = limits.get("json_schema"), engine.has_grammars and not limits
         grammar = tools.grammar({OPTIONS: LAYOUT}, answer=answer, is_possible=can_limit)
         default = min(length, service.default_max_tokens or length)
         params = take_params(body, default, grammar)
-        if (tools.names and tools.format.is_special) or (tags is not None and tags.is_special):
+        if (tools.names and self._has_special_marks) or (tags is not None and tags.is_special):
             params = replace(params, skip_special_tokens=False)  # these mark calls and reasoning
         finish_fields(body, service.ignored_fields)
         service.check_count(params.n)

@@ -57,7 +57,8 @@ def _take_grammar(
     """Take ``response_format`` and ``structured_outputs``; return sampling parameters.
 
     ``params`` are other sampling parameters. A grammar of calls that are forced, or of calls and
-    ``response_format``, replaces that field. Raises ApiError if there is more than one grammar.
+    ``response_format``, replaces a schema in that field. Raises ApiError if there is more than one
+    grammar.
     """
     sources, grammar = [name for name in GRAMMARS if params.get(name) not in (None, [])], of_tools
     if of_tools:
@@ -65,7 +66,8 @@ def _take_grammar(
         body.sources.update(dict.fromkeys(of_tools, "tools"))
     for name, read in (("response_format", _format), ("structured_outputs", _structured)):
         if name in body and (limits := read(body.take(name))):
-            if name == "response_format" and "ebnf" in of_tools:
+            if name == "response_format" and "ebnf" in of_tools and "json_schema" in limits:
+                sources[sources.index("tools")] = f"tools with {name}"
                 continue
             sources.append(name)
             grammar = limits
@@ -75,11 +77,11 @@ def _take_grammar(
     return grammar
 
 
-def answer_schema(body: Body) -> Any:
-    """The JSON schema of the text that ``response_format`` demands, or ``None``."""
+def answer_format(body: Body) -> dict[str, Any]:
+    """The sampling parameter that ``response_format`` demands, if it does; it stays in the body."""
     value = body.take("response_format")
     body.put("response_format", value)
-    return None if value is None else _format(value).get("json_schema")
+    return {} if value is None else _format(value)
 
 
 def _format(value: Any) -> dict[str, Any]:

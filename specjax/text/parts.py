@@ -27,9 +27,10 @@ class Tools(NamedTuple):
     ) -> dict[str, Any]:
         """Sampling parameters that force a call, or the arguments of calls of strict functions.
 
-        Each schema gets the options of ``layout``. With ``answer``, the schema of a text without
-        calls, the text is either calls or an object of it, except with ``llama3``. Without
-        ``is_possible``, strict functions are like others.
+        Each of these functions' schemas gets the options of ``layout``. With ``answer``, the schema
+        of a text without calls, the text is either calls or an object of it, except with
+        ``llama3``; if no call is forced, schemas of functions that are not strict are not read.
+        Without ``is_possible``, strict functions are like others.
         """
         functions = {tool["function"]["name"]: tool["function"] for tool in self.declared}
         functions = {name: functions[name] for name in functions if name in self.names}
@@ -38,18 +39,14 @@ class Tools(NamedTuple):
         options: dict[str, Any] = {"is_parallel": self.is_parallel, "token_ids": self.token_ids}
         if self.is_required:
             return {"ebnf": form.grammar(schemas, **options)}
+        schemas |= {n: ANY_OBJECT for n, f in functions.items() if not f.get("strict")}
         # the first character has to tell an answer from a call
-        if (
-            self.names
-            and form.begin
-            and isinstance(answer, dict)
-            and answer.get("type") == "object"
-        ):
-            return {"ebnf": form.grammar(schemas, answer=answer | layout, **options)}
+        is_object = isinstance(answer, dict) and answer.get("type") == "object"
+        if self.names and form.begin and is_object:
+            return {"ebnf": form.grammar(schemas, answer=answer, **options)}
         is_strict = is_possible and any(f.get("strict") is True for f in functions.values())
         if self.format.optional is None or not is_strict:
             return {}
-        schemas |= {n: ANY_OBJECT for n, f in functions.items() if not f.get("strict")}
         return {"structural_tag": self.format.optional.tag(schemas)}
 
     def parse(self, text: str, *, is_final: bool) -> Parsed:

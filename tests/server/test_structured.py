@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import jsonschema
@@ -12,7 +13,7 @@ from specjax import Engine
 from specjax.checkpoints.target import open_target
 from specjax.sampling.grammar import LAYOUT, OPTIONS
 from specjax.sampling.grammar_compiler import GrammarCompiler
-from specjax.server.conversation import with_default_prompt
+from specjax.server.conversation import Conversation, with_default_prompt
 from specjax.testing import Client, Files
 from specjax.testing.files import EOS_ID, LETTERS, letter_tokenizer, write_tokenizer
 from specjax.text.parts import Tools
@@ -226,6 +227,8 @@ TOOLS = [
     for name, values in (("f", [1, 2]), ("g", ["a", "b"]))
 ]
 
+STRICT = [tool | {"function": tool["function"] | {"strict": True}} for tool in TOOLS]
+
 
 @pytest.fixture(scope="module")
 def tools(
@@ -323,10 +326,13 @@ def test_an_answer_is_a_call_or_has_the_format(
     monkeypatch.setitem(FORMATS, "llama3", FORMATS["pythonic"])
     # the model would rather begin with this letter than with the other that is allowed
     common = {"seed": 5, "logit_bias": {str(LETTERS.index(opening)): 9.0}}
-    functions = [tool["function"] for tool in TOOLS]
-    named = [{"name": f["name"], "input_schema": f["parameters"]} for f in functions]
+    functions = [tool["function"] for tool in STRICT]
+    named = [
+        {"name": f["name"], "input_schema": f["parameters"], "strict": True} for f in functions
+    ]
     form = {"type": "json_schema", "name": "x", "schema": SCHEMA}
-    body = CALL | common | {"response_format": FORMAT, "parallel_tool_calls": False}
+    body = CALL | common | {"tools": STRICT}
+    body |= {"response_format": FORMAT, "parallel_tool_calls": False}
     message = tools.post(CHAT, body).json()["choices"][0]["message"]
     calls = [call["function"] for call in message.get("tool_calls", ())]
     assert len(calls) == num_calls
@@ -346,6 +352,27 @@ def test_an_answer_is_a_call_or_has_the_format(
         assert block["input"] == json.loads(calls[0]["arguments"])
     else:
         assert item["content"][0]["text"] == block["text"] == message["content"]
+
+
+def test_only_strict_functions_limit_an_answer_with_a_format() -> None:
+    """Schemas of others are not read, as without a format: a grammar cannot have all of them."""
+    odd = {"type": "object", "properties": {"x": {"type": "array", "uniqueItems": True}}}
+    function = {"name": "f", "parameters": odd}
+    for is_strict in (False, True):
+        declared = [{"type": "function", "function": function | {"strict": is_strict}}]
+        grammar = Tools(declared, ["f"], format=FORMATS["hermes"]).grammar(JSON, answer=SCHEMA)
+        assert ("uniqueItems" in grammar["ebnf"]) == is_strict
+
+
+def test_grammars_next_to_tools_with_a_format(tools: Client, monkeypatch: Any) -> None:
+    monkeypatch.setitem(FORMATS, "llama3", FORMATS["pythonic"])
+    body = CALL | {"response_format": FORMAT, "structured_outputs": {"regex": "a"}}
+    words = "give only one of tools with response_format, structured_outputs"
+    check_refusal(tools, body, "structured_outputs", words)
+    tag = {"structures": [{"begin": "<", "schema": {}, "end": ">"}], "triggers": ["<"]}
+    body = CALL | {"tool_choice": "required"}
+    body |= {"response_format": {"type": "structural_tag"} | tag}
+    check_refusal(tools, body, "response_format", "give only one of tools, response_format")
 
 
 def test_a_call_that_is_cut_off(tools: Client) -> None:
@@ -445,7 +472,7 @@ def test_a_required_call_is_what_the_parser_reads(kind: str) -> None:
 def test_a_text_is_calls_or_a_value_of_a_schema(kind: str) -> None:
     tokenizer = open_target("smollm2-135m", dtype="float32").load_tokenizer()
     compiler = GrammarCompiler(tokenizer.backend.to_str(), 49152, [2], spaces=True)
-    asked = Tools(TOOLS, ["g"], format=FORMATS[kind])
+    asked = Tools(STRICT, ["g"], format=FORMATS[kind])
     ((name, grammar),) = asked.grammar(JSON, answer=SCHEMA).items()
     form = FORMATS[kind].required
     call = f'{form.begin}{form.start("g")}{{"x": "b"}}}}{form.end}'
@@ -461,8 +488,11 @@ def test_a_text_is_calls_or_a_value_of_a_schema(kind: str) -> None:
         ids = tokenizer.encode(text, add_special_tokens=False)
         assert (compiler.compile(name, grammar).advance(ids) == len(ids)) is is_allowed, text
     assert asked._replace(names=[]).grammar(JSON, answer=SCHEMA) == {}
-    assert asked._replace(format=FORMATS["llama3"]).grammar(JSON, answer=SCHEMA) == {}
-    assert asked.grammar(JSON, answer={"type": "array"}) == {}
+    for other, answer in (
+        (asked._replace(format=FORMATS["llama3"]), SCHEMA),
+        (asked, {"type": "array"}),
+    ):
+        assert other.grammar(JSON, answer=answer, is_possible=False) == {}
 
 
 @pytest.mark.slow
@@ -510,6 +540,12 @@ def test_marks_of_calls_may_be_tokens(is_special: bool) -> None:
     compiler = GrammarCompiler(tokenizer.backend.to_str(), 49184, [2], spaces=True)
     strict = [TOOLS[0] | {"function": TOOLS[0]["function"] | {"strict": True}}]
     asked = Tools(strict, ["f"], format=FORMATS["hermes"], token_ids=token_ids)
+    service: Any = SimpleNamespace(
+        engine=SimpleNamespace(tool_call_parser="hermes"), tokenizer=tokenizer
+    )
+    how: dict[str, Any] = {"tools": strict, "choice": "auto", "is_parallel": True}
+    made = Conversation(service, HELLO["messages"], {}, **how)
+    assert made._has_special_marks == is_special
     call = '<tool_call>\n{"name": "f", "arguments": {"x": 2}}\n</tool_call>'
     for parameters, text in (
         (asked._replace(is_required=True).grammar(JSON), f"{call}\n{call}"),
