@@ -11,8 +11,8 @@ from specjax.disaggregation.decode import TRANSIT_TOKENS
 from specjax.engine.args import EngineArgs
 from specjax.kernels import deterministic as deterministic_kernels
 from specjax.kernels import kv_format
-from specjax.kv import recurrent
 from specjax.kv.holding import KVWrites
+from specjax.kv.recurrent import check_networks
 from specjax.models import experts, registry
 from specjax.models.declare import pool_windows
 from specjax.models.flat import Networks
@@ -31,7 +31,6 @@ OWNERS = (
     registry.refusals,
     experts.refusals,
     kv_format.refusals,
-    recurrent.refusals,
 )
 
 
@@ -186,6 +185,7 @@ def plan_engine(args: EngineArgs) -> EnginePlan:
         for reason in refusals(served[0], device, deterministic=deterministic):
             raise ValueError(reason)
     networks = args.algorithm.networks(*served, deterministic=deterministic, placement=placement)
+    check_networks(networks)
     for text in (x for model in networks.configs for x in kv_format.warnings(model, device)):
         logger.warning(text)
     slots = args.max_running_requests or (4 if on_cpu else 32)

@@ -5,14 +5,12 @@ round with drafts writes no states, but leaves rows, of which ``delta_replay`` r
 ones.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 
-from specjax.config import ModelConfig
 from specjax.kernels.delta_inputs import (
     DeltaGates,
     ReplayRows,
@@ -23,8 +21,9 @@ from specjax.kernels.delta_inputs import (
 from specjax.kernels.delta_rule import DeltaPool, delta_verify
 from specjax.kernels.delta_scan import GROUP, delta_scan
 from specjax.kv.pages import Segments
-from specjax.models.declare import Cache, request_shapes
-from specjax.models.gated_delta import DeltaConfig, Recur
+from specjax.models.declare import Cache, request_layers, request_shapes
+from specjax.models.flat import Networks
+from specjax.models.gated_delta import Recur
 from specjax.types import DraftShape, VerifyInput
 
 
@@ -63,13 +62,17 @@ def abstract_pool(caches: Sequence[Cache], num_slots: int) -> Any:
     return DeltaPool(*shapes) if shapes else None
 
 
-def refusals(config: ModelConfig, device: jax.Device, *, deterministic: bool) -> Iterator[str]:
-    """Why engines cannot run a model; they need a family and limits of their options first."""
-    if isinstance(config, DeltaConfig):
-        yield (
-            f"model_type={config.model_type!r} has recurrent layers, which engines do not serve "
-            "yet; choose a model with attention in all layers"
-        )
+def check_networks(networks: Networks) -> None:
+    """Raise ValueError if a target or a draft model has recurrent layers.
+
+    Engines need a family and limits of their options first.
+    """
+    for name, network in (("model", networks.target), ("draft", networks.draft)):
+        if request_layers(network.caches):
+            raise ValueError(
+                f"the {name} has recurrent layers, which engines do not serve yet; choose one with "
+                "attention in all layers"
+            )
 
 
 def recurrent_prompts(
@@ -103,14 +106,19 @@ def recurrent_drafts(
     num_rows: int,
     tree: VerifyInput,
     shape: DraftShape,
+    *,
     implementation: str | None,
+    is_certain: bool,
 ) -> RecurrentPass:
-    """Compute W = ``num_rows`` rows of drafted trees. A root alone is always accepted."""
+    """Compute W = ``num_rows`` rows of drafted trees.
+
+    A root alone is accepted if it ``is_certain`` that the request takes part in the whole round.
+    """
     if pool is None:
         return RecurrentPass()
     form = rows, num_rows, pool.num_taps
     how: dict[str, Any] = {"implementation": implementation}
-    if shape.nodes == 1:
+    if shape.nodes == 1 and is_certain:
         return RecurrentPass((pool,), (recur_in_order(*form, group=1, **how),))
     parents = None if shape.topk == 1 else tree.parents
     recur = recur_over_drafts(*form, shape.nodes, parents, **how)

@@ -164,8 +164,11 @@ def request_layers(caches: Sequence[Cache]) -> list[int]:
 def request_shapes(caches: Sequence[Cache], num_slots: int) -> tuple[jax.ShapeDtypeStruct, ...]:
     """Shapes ``[L, num_slots, *per_request]`` of the pool of requests; empty if no layer has one.
 
-    Raises ValueError if layers keep different shapes.
+    Raises ValueError if layers keep different shapes, or values of tokens too.
     """
+    for i in request_layers(caches):
+        if caches[i].per_token is not None:
+            raise ValueError(f"layer {i} keeps values of requests and of tokens; it may keep one")
     shapes = list(dict.fromkeys(caches[i].per_request for i in request_layers(caches)))
     if len(shapes) > 1:
         raise ValueError(

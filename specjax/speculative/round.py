@@ -124,11 +124,17 @@ def draft(
 
 
 def run_target(
-    batch: Batch, state: DeviceState, tree: VerifyInput, config: RoundConfig
+    batch: Batch,
+    state: DeviceState,
+    tree: VerifyInput,
+    config: RoundConfig,
+    *,
+    is_certain: bool = True,
 ) -> tuple[DeviceState, TargetPass]:
     """Run the target once over a drafted tree.
 
-    A chain needs no attention mask, because its mask is causal.
+    A chain needs no attention mask, because its mask is causal. With ``is_certain``, all requests
+    take part in the rest of the round.
     """
     target, shape = batch.target, config.shape
     mask = None if shape.topk == 1 else tree.tree_mask
@@ -146,7 +152,8 @@ def run_target(
         by_token = batch.inputs_of_rows(tree.is_node)
     routes: list[Array] = []
     of_rows = drafted_rows(batch.slots, tree, rows), drafts.size, tree, shape
-    recurrent = recurrent_drafts(state.pools.requests, *of_rows, pages.implementation)
+    how: dict[str, Any] = {"implementation": pages.implementation, "is_certain": is_certain}
+    recurrent = recurrent_drafts(state.pools.requests, *of_rows, **how)
     hidden, features, kv = target(
         drafts,
         positions,
@@ -289,7 +296,8 @@ def target_stage(
     resident: Resident, state: DeviceState, slots: Array, tree: VerifyInput, *, config: RoundConfig
 ) -> tuple[DeviceState, TargetPass]:
     batch = active_batch(resident, state.future, slots, config)
-    return run_target(batch, state, tree, config)
+    # a request whose mask is late leaves the round after this call
+    return run_target(batch, state, tree, config, is_certain=False)
 
 
 def finish_stage(

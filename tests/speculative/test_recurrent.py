@@ -12,7 +12,7 @@ import pytest
 from specjax.kernels.delta_inputs import RequestRows
 from specjax.kernels.delta_rule import DeltaPool
 
-from specjax.kv.recurrent import recur_in_order, refusals
+from specjax.kv.recurrent import check_networks, recur_in_order
 from specjax.models import registry
 from specjax.models.declare import request_shapes
 from specjax.models.decoder import CausalLM
@@ -27,7 +27,13 @@ from specjax.testing.dense import dense_attend
 from specjax.testing.models import SIZES, TARGET, random_weights
 from specjax.types import DraftShape
 
-from ..support.runners import make_request, new_runner, run_requests, runner_config
+from ..support.runners import (
+    algorithm_of,
+    make_request,
+    new_runner,
+    run_requests,
+    runner_config,
+)
 from ..support.schedulers import Serving
 
 NGRAM = replace(SpeculativeAlgorithm.from_string("NGRAM"), has_corpus=True)
@@ -182,12 +188,23 @@ def test_preempted_and_aborted_requests_leave_no_state(shape: DraftShape | None)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", [CHAIN, TREE])
-def test_rounds_in_three_calls_replay_the_accepted_rows(shape: DraftShape) -> None:
-    """As with grammars: the rows of the target pass cross two calls."""
+@pytest.mark.parametrize("shape", [None, CHAIN, TREE])
+def test_rounds_in_three_calls_replay_the_accepted_rows(
+    shape: DraftShape | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with grammars: rows of the target pass cross two calls, and late requests repeat it."""
     runner, calls = runner_of(shape), []
+    dispatch = runner.dispatch
+
+    def with_late_requests(name: str, *arguments: Any) -> Any:
+        if name == "target":
+            dispatch(name, *arguments)
+        return dispatch(name, *arguments)
+
+    monkeypatch.setattr(runner, "dispatch", with_late_requests)
     runner.watch_rounds(lambda slots, tree, verified: calls.append(slots))
-    requests = [make_request(prompt, GREEDY, width=shape.steps) for prompt in PROMPTS[:4]]
+    width = shape.steps if shape else 0
+    requests = [make_request(prompt, GREEDY, width=width) for prompt in PROMPTS[:4]]
     try:
         run_requests(runner, requests)
     finally:
@@ -212,7 +229,8 @@ def test_the_pool_counts_in_the_memory_plan() -> None:
 
 
 def test_engines_refuse_recurrent_layers() -> None:
-    device = jax.devices()[0]
-    (reason,) = refusals(CONFIG, device, deterministic=False)
-    assert reason.startswith("model_type='recurrent-test' has recurrent layers")
-    assert not [*refusals(TARGET, device, deterministic=False)]
+    check_networks(algorithm_of(TARGET).networks(TARGET, TARGET))
+    with pytest.raises(ValueError, match="the model has recurrent layers"):
+        check_networks(algorithm_of(None).networks(CONFIG, None))
+    with pytest.raises(ValueError, match="the draft has recurrent layers"):
+        check_networks(algorithm_of(CONFIG).networks(TARGET, CONFIG))
