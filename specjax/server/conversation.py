@@ -53,14 +53,14 @@ class Conversation:
         is_parallel: bool,
     ) -> None:
         tool_format = FORMATS.get(service.engine.tool_call_parser or "", NO_FORMAT)
-        backend = service.tokenizer.backend
-        token_ids = {x: i for x in (START, END) if (i := backend.token_to_id(x)) is not None}
+        tokenizer = service.tokenizer
+        token_id = tokenizer.backend.token_to_id
+        token_ids = {x: i for x in (START, END) if (i := token_id(x)) is not None}
         checked_tools = _check_tools(tools, choice, is_parallel, tool_format)
         self.tools = checked_tools._replace(token_ids=token_ids)
-        added = backend.get_added_tokens_decoder() if tool_format is HERMES and token_ids else {}
-        marks = [added[i] for i in token_ids.values() if i in added]
-        self._has_special_marks = tool_format.is_special or any(mark.special for mark in marks)
-        if tools and "tools" in (service.tokenizer.chat_template or ""):
+        has_special = tool_format is HERMES and bool(tokenizer.special_ids.keys() & token_ids)
+        self._has_special_marks = tool_format.is_special or has_special
+        if tools and "tools" in (tokenizer.chat_template or ""):
             variables["tools"] = tools
         elif self.tools.names and tool_format in (NO_FORMAT, HERMES):
             messages = with_default_prompt(messages, tools)

@@ -32,10 +32,9 @@ class ReasoningTags:
         end = tokenizer.backend.token_to_id(END)
         if end is None:
             raise ValueError(f"reasoning_parser needs a tokenizer with the token {END!r}")
-        added = tokenizer.backend.get_added_tokens_decoder()
         ids = [x.ids for x in map(tokenizer.backend.encode, ("\n", "\n\n", " ", "\r\n"))]
         spaces = frozenset(token for space_ids in ids for token in space_ids)
-        is_special = end in added and added[end].special
+        is_special = END in tokenizer.special_ids
         start = tokenizer.backend.token_to_id(START)
         return cls(start, end, spaces, is_special, tokenizer.decode if start is None else None)
 

@@ -419,7 +419,10 @@ def allowed(mode: str, *names: str) -> Answer:
 @pytest.mark.parametrize("mode", ["auto", "required"])
 def test_only_allowed_tools_may_be_called(mode: str) -> None:
     engine = SimpleNamespace(tool_call_parser="hermes")
-    tokenizer = SimpleNamespace(chat_template="{{ tools }}", backend=letter_tokenizer().backend)
+    letters = letter_tokenizer()
+    tokenizer = SimpleNamespace(
+        chat_template="{{ tools }}", backend=letters.backend, special_ids=letters.special_ids
+    )
     service: Any = SimpleNamespace(engine=engine, tokenizer=tokenizer, ignored_fields=set())
     tools = read_functions(service, [{"type": "function", "name": name} for name in "fgh"])
     variables: Answer = {}
