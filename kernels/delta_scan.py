@@ -17,8 +17,9 @@ Axes: W rows of a pass, B requests, N groups of n rows, Hk query and key heads o
 heads of size V, L layers, S slots.
 """
 
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -43,6 +44,16 @@ from specjax.kernels.delta_rule import (
 from specjax.kernels.paged import running_sums
 
 GROUP = 64  # rows of a group, a power of two of at least 16
+
+
+class Kept(NamedTuple):
+    """States and windows to keep, as they are after some rows of each request.
+
+    Slots are those of no request, nor a source. Numbers of rows are multiples of a group, or all.
+    """
+
+    slots: Any  # i32 [B], where they are written; 0: nowhere
+    counts: Any  # i32 [B], number of rows
 
 
 def _pairs(size: int) -> tuple[Array, Array]:
@@ -111,7 +122,12 @@ def _groups(rows: RequestRows, num_rows: int, size: int) -> tuple[Array, Array, 
 
 
 def _reference(
-    every: HeadRow, states: Array, layer: int | Array, rows: RequestRows, size: int
+    every: HeadRow,
+    states: Array,
+    layer: int | Array,
+    rows: RequestRows,
+    size: int,
+    kept: Kept | None,
 ) -> tuple[Array, Array]:
     """Outputs f32 ``[W, Hv, V]``, and the states; ``size`` is that of groups."""
     total, (request, first, _) = len(every.value), _groups(rows, len(every.value), size)
@@ -122,6 +138,12 @@ def _reference(
     row = first[:, None] + jnp.arange(size, dtype=jnp.int32)
     ends = jnp.where(request < len(rows.slots), (rows.starts + rows.counts)[owner], 0)
     row = jnp.where(row < ends[:, None], row, total)
+    targets = target[:, None]
+    if kept is not None:
+        is_kept = jnp.minimum(first + size, ends) == (rows.starts + kept.counts)[owner]
+        is_kept &= kept.slots[owner] > 0
+        copy = jnp.where(is_kept, kept.slots[owner], states.shape[1])
+        targets = jnp.stack([target, copy], axis=1)
 
     def of_head(state: Array, of_rows: HeadRow) -> tuple[Array, Array]:
         if size == 1:
@@ -131,25 +153,59 @@ def _reference(
         return _group(state, of_rows, inverse)
 
     def compute(carry: tuple[Array, Array], group: tuple[Array, ...]) -> tuple[Any, None]:
-        (states, outs), (source, target, row) = carry, group
+        (states, outs), (source, targets, row) = carry, group
         of_rows = HeadRow(*(x.at[row].get(mode="fill", fill_value=0) for x in every))
         state = jnp.where(source >= 0, states[layer, jnp.maximum(source, 0)], 0)
         state, out = jax.vmap(of_head, (0, 1), (0, 1))(state, of_rows)
-        states = states.at[layer, target].set(state, mode="drop")
+        states = states.at[layer, targets].set(state, mode="drop")
         return (states, outs.at[row].set(out, mode="drop")), None
 
     carry = states, jnp.zeros(every.value.shape, jnp.float32)
-    (states, outs), _ = jax.lax.scan(compute, carry, (source, target, row))
+    (states, outs), _ = jax.lax.scan(compute, carry, (source, targets, row))
     return outs, states
+
+
+def _add_groups(
+    add: Callable[[Array, Array], Array],
+    size: int,
+    tile: Tile,
+    pool: DeltaPool,
+    mixed: Any,
+    layer: Array,
+    rows: RequestRows,
+    kept: Kept | None,
+) -> None:
+    """Add all groups to a tile of the state of a request, and write it and its window."""
+
+    def write(state: Array, slot: Array) -> None:
+        store(pool.states.at[layer, slot, *tile.where(state.shape[1])], state)
+
+    def add_and_keep(i: Array, state: Array) -> Array:
+        state = add(i, state)
+        if kept is not None:
+            is_kept = jnp.minimum((i + 1) * size, rows.counts) == kept.counts
+            pl.when(is_kept & (kept.slots > 0))(lambda: write(state, kept.slots))
+        return state
+
+    def slide(rows: RequestRows) -> None:
+        tile.slide_window(pool, mixed, layer, rows, lambda i: rows.starts + i)
+
+    state = tile.load_state(pool.states, layer, rows.sources)
+    state = jax.lax.fori_loop(0, pl.cdiv(rows.counts, size), add_and_keep, state)
+    write(state, rows.slots)
+    if kept is not None:  # before the window that it reads is written
+        of_kept = rows._replace(slots=kept.slots, counts=kept.counts)
+        pl.when(kept.slots > 0)(lambda: slide(of_kept))
+    slide(rows)
 
 
 def specjax_delta_steps(*refs: Any, width: int) -> None:
     """Kernel body: a loop over the rows of a request, for a tile of its states."""
-    layer_ref, rows, inputs, replay, pool_in, pool, outs_ref = refs
+    layer_ref, requests, inputs, replay, pool_in, pool, outs_ref = refs
     del pool_in
     request, layer = pl.program_id(0), layer_ref[0]
-    place, rows = layer % replay.keys.shape[0], RequestRows(*(ref[request] for ref in rows))
-    tile = Tile.of_program(width, outs_ref.shape[2])
+    rows, kept = jax.tree.map(lambda ref: ref[request], requests)
+    place, tile = layer % replay.keys.shape[0], Tile.of_program(width, outs_ref.shape[2])
 
     @pl.when(rows.counts > 0)
     def _() -> None:
@@ -159,10 +215,7 @@ def specjax_delta_steps(*refs: Any, width: int) -> None:
             store(outs_ref.at[row, tile.head, tile.columns], out)
             return state
 
-        state = tile.load_state(pool.states, layer, rows.sources)
-        state = jax.lax.fori_loop(0, rows.counts, add, state)
-        store(pool.states.at[layer, rows.slots, *tile.where(state.shape[1])], state)
-        tile.slide_window(pool, replay.mixed, layer, rows, lambda i: rows.starts + i)
+        _add_groups(add, 1, tile, pool, replay.mixed, layer, rows, kept)
 
 
 def _load_gates(
@@ -201,11 +254,11 @@ def specjax_delta_inverse(*refs: Any, size: int) -> None:
 
 def specjax_delta_groups(*refs: Any, size: int, width: int) -> None:
     """Kernel body: a loop over the groups of a request, for a tile of its states."""
-    layer_ref, rows, firsts_ref, inputs, inverses_ref, replay, pool_in, pool, outs_ref = refs
+    layer_ref, requests, firsts_ref, inputs, inverses_ref, replay, pool_in, pool, outs_ref = refs
     del pool_in
     request, layer = pl.program_id(0), layer_ref[0]
-    place, rows = layer % replay.keys.shape[0], RequestRows(*(ref[request] for ref in rows))
-    tile = Tile.of_program(width, outs_ref.shape[2])
+    rows, kept = jax.tree.map(lambda ref: ref[request], requests)
+    place, tile = layer % replay.keys.shape[0], Tile.of_program(width, outs_ref.shape[2])
 
     @pl.when(rows.counts > 0)
     def _() -> None:
@@ -228,10 +281,7 @@ def specjax_delta_groups(*refs: Any, size: int, width: int) -> None:
             store(target, outs, mask=jnp.broadcast_to(mask[:, None], outs.shape))
             return state
 
-        state = tile.load_state(pool.states, layer, rows.sources)
-        state = jax.lax.fori_loop(0, pl.cdiv(rows.counts, size), add, state)
-        store(pool.states.at[layer, rows.slots, *tile.where(state.shape[1])], state)
-        tile.slide_window(pool, replay.mixed, layer, rows, lambda i: rows.starts + i)
+        _add_groups(add, size, tile, pool, replay.mixed, layer, rows, kept)
 
 
 def delta_scan(
@@ -240,6 +290,7 @@ def delta_scan(
     pool: DeltaPool,
     layer: int | Array,
     rows: RequestRows,
+    kept: Kept | None = None,
     *,
     group: int = GROUP,
     implementation: str | None = None,
@@ -253,6 +304,7 @@ def delta_scan(
         pool: written in place if it is donated.
         layer: the layer of the pool.
         rows: any number of rows per request. A source must not be the slot of another request.
+        kept: states that are also written elsewhere.
         group: rows that are computed at a time, a power of two of at least 16; or 1: row by row,
             with the bits of ``delta_verify``, as in plain rounds and invariant implementations.
 
@@ -271,14 +323,18 @@ def delta_scan(
     if implementation == "xla" or not pool.has_kernels or total == 0:
         place = layer % len(replay.keys)
         every = head_rows(inputs, replay.keys[place], replay.log_decays[place])
-        outs, states = _reference(every, pool.states, layer, rows, group)
-        windows = slid(read_slots(pool.windows, layer, rows), replay.mixed[place], rows)
-        return outs, DeltaPool(states, write_slots(pool.windows, layer, rows, windows))
+        outs, states = _reference(every, pool.states, layer, rows, group, kept)
+        before, windows = read_slots(pool.windows, layer, rows), pool.windows
+        copies = [] if kept is None else [rows._replace(slots=kept.slots, counts=kept.counts)]
+        for written in (rows, *(copy.live() for copy in copies)):
+            values = slid(before, replay.mixed[place], written)
+            windows = write_slots(windows, layer, written, values)
+        return outs, DeltaPool(states, windows)
     width = width or choose_width(value_dim)
     call = partial(triton_call, num_warps=NUM_WARPS, implementation=implementation)
     spec, index, read = jax.ShapeDtypeStruct, layer_operand(layer), replay._replace(deltas=None)
     body: Any = partial(specjax_delta_steps, width=width)
-    operands: tuple[Any, ...] = index, rows, inputs, read, pool
+    operands: tuple[Any, ...] = index, (rows, kept), inputs, read, pool
     if group > 1:
         owners, first_rows, firsts = _groups(rows, total, group)
         inverses = call(
@@ -287,7 +343,7 @@ def delta_scan(
             out_shape=spec((len(owners), value_heads, group, group), jnp.float32),
         )(index, owners, first_rows, rows, inputs.betas, read._replace(mixed=None))
         body = partial(specjax_delta_groups, size=group, width=width)
-        operands = index, rows, firsts, inputs, inverses, read, pool
+        operands = index, (rows, kept), firsts, inputs, inverses, read, pool
     place = len(jax.tree.leaves(operands)) - 2
     pool, outs = call(
         body,

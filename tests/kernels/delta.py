@@ -107,7 +107,7 @@ def verify(case: Case, num_rows, parents=None, path=None, implementation="xla", 
 
 
 @partial(jax.jit, static_argnames=("group", "implementation", "width"))
-def scan(case: Case, group, implementation="xla", width=None):
+def scan(case: Case, group, implementation="xla", width=None, kept=None):
     """Outputs ``[L, W, Hv, V]`` of rows in order, and the pool after them."""
     how = {"implementation": implementation}
     total, pool, outs = case.mixed.shape[1], case.pool, []
@@ -115,7 +115,8 @@ def scan(case: Case, group, implementation="xla", width=None):
     for i, gates in enumerate(case.gates):
         rest = case.weights[i], pool.windows, i, taps, _heads(case)
         inputs, replay = delta_inputs(case.mixed[i], gates, *rest, **how)
-        out, pool = delta_scan(inputs, replay, pool, i, case.rows, group=group, width=width, **how)
+        form = {"group": group, "width": width}
+        out, pool = delta_scan(inputs, replay, pool, i, case.rows, kept, **form, **how)
         outs.append(out)
     return jnp.stack(outs), pool
 

@@ -3,13 +3,14 @@
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from specjax.kernels.delta_inputs import DeltaInputs, ReplayRows, RequestRows
 from specjax.kernels.delta_rule import DeltaPool
-from specjax.kernels.delta_scan import delta_scan
+from specjax.kernels.delta_scan import Kept, delta_scan
 
 from ..support.lowering import TRITON_CALL, lower_for_cuda
 from .delta import Sizes, check_pool, close, draw, owned, scan, walk, with_padding
@@ -110,6 +111,23 @@ def test_a_prompt_may_be_cut_anywhere(run, group, cut):
             close(now, np.asarray(expected))
 
 
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("group", GROUPS)
+def test_states_are_kept_as_if_the_rows_ended_there(run, group):
+    """After a group of a continued prompt, after all rows of a new one, and not of a third."""
+    rows = RequestRows((1, 2, 3), (1, -1, 3), (0, 20, 22), (20, 2, 9))
+    case = draw(Sizes(layers=1, slots=8), rows, 32)
+    counts = np.array([16, 2, 9], np.int32)
+    outs, pool = scan(case, group, kept=Kept(np.array([7, 5, 0], np.int32), counts), **run)
+    expected_outs, expected = scan(case, group, **run)
+    _, ended = scan(case._replace(rows=case.rows._replace(counts=counts)), group, **run)
+    np.testing.assert_array_equal(outs, expected_outs)
+    for now, plain, early, before in zip(pool, expected, ended, case.pool, strict=True):
+        np.testing.assert_array_equal(now[:, [7, 5]], early[:, [1, 2]])
+        np.testing.assert_array_equal(now[:, 1:4], plain[:, 1:4])
+        np.testing.assert_array_equal(now[:, [0, 4, 6]], before[:, [0, 4, 6]])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("group", GROUPS)
@@ -155,17 +173,19 @@ def shapes_of(batch, total, slots=33):
 
 
 @pytest.mark.parametrize(
-    ("batch", "total", "group", "names"),
+    ("batch", "total", "group", "is_kept", "names"),
     [
-        (32, 32, 1, ["steps"]),
-        (2, 4096, 1, ["steps"]),
-        (2, 4096, 64, ["inverse", "groups"]),
-        (8, 300, 32, ["inverse", "groups"]),
+        (32, 32, 1, False, ["steps"]),
+        (2, 4096, 1, True, ["steps"]),
+        (2, 4096, 64, True, ["inverse", "groups"]),
+        (8, 300, 32, False, ["inverse", "groups"]),
     ],
 )
-def test_lowers_for_cuda(batch, total, group, names):
+def test_lowers_for_cuda(batch, total, group, is_kept, names):
     """The last launch writes states and windows in place."""
-    text = lower_for_cuda(partial(delta_scan, group=group, **DEVICE), *shapes_of(batch, total))
+    shapes = shapes_of(batch, total)
+    kept = (Kept(*shapes[-1][:2]),) if is_kept else ()
+    text = lower_for_cuda(partial(delta_scan, group=group, **DEVICE), *shapes, *kept)
     assert text.count(f"custom_call @{TRITON_CALL}") == len(names)
     assert all(f"specjax_delta_{name}" in text for name in names)
     assert text.count("output_operand_alias<") == 2
@@ -180,13 +200,15 @@ def test_invariant_implementations_compute_row_by_row():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("run", [RUNS[0], RUNS[2]])
-def test_the_pool_is_not_copied(run):
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_the_pool_is_not_copied(run, is_kept):
     """XLA aliases a donated pool, and temporary values are smaller than the states."""
     sizes = Sizes(layers=2, slots=512)
     case = draw(sizes, RequestRows((1,), (1,), (0,), (16,)), 16)
 
     def call(pool, case):
-        return scan.__wrapped__(case._replace(pool=pool), 16, **run)[1]
+        kept = Kept(*(jnp.array([x], jnp.int32) for x in (2, 16))) if is_kept else None
+        return scan.__wrapped__(case._replace(pool=pool), 16, kept=kept, **run)[1]
 
     memory = jax.jit(call, donate_argnums=0).lower(case.pool, case).compile().memory_analysis()
     assert memory.alias_size_in_bytes >= case.pool.states.nbytes
