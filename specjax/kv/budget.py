@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from specjax.kv.holding import KVWrites, PageHolding
 from specjax.kv.pages import PageAllocator
 from specjax.kv.prefix_cache import PrefixCache
+from specjax.kv.snapshots import Snapshots
 from specjax.kv.window_pages import WindowPages
 
 GROW_DISPATCHES = 16
@@ -51,7 +52,7 @@ class PageBudget:
         writes: KVWrites,
         set_pages: Callable[[int, Sequence[int], int], None],
         lookahead: int | None,
-        followers: Sequence[WindowPages] = (),
+        followers: Sequence[WindowPages | Snapshots] = (),
     ) -> None:
         self._allocator = allocator
         # owns shared pages; empty without sharing

@@ -61,6 +61,9 @@ class PageHolding:
     num_matched: int = 0  # number of leading tokens that were cached, maybe without their windows
     kv_len: int = 0
     unread_rounds: int = 0  # rounds dispatched but not read by the host
+    state_source: int = 0  # slot of the snapshot after ``num_cached`` tokens; 0: none
+    # by number of tokens, slots that get the states after them from chunks not dispatched yet
+    kept_states: dict[int, int] = field(default_factory=dict)
 
     def cache_keys(self, ids: list[int]) -> list[int]:
         """The keys of a text of the request in the prefix cache: its tokens, the first salted."""

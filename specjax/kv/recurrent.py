@@ -19,7 +19,7 @@ from specjax.kernels.delta_inputs import (
     delta_inputs,
 )
 from specjax.kernels.delta_rule import DeltaPool, delta_verify
-from specjax.kernels.delta_scan import GROUP, delta_scan
+from specjax.kernels.delta_scan import GROUP, Kept, delta_scan
 from specjax.kv.pages import Segments
 from specjax.models.declare import Cache, request_layers, request_shapes
 from specjax.models.flat import Networks
@@ -76,18 +76,28 @@ def check_networks(networks: Networks) -> None:
 
 
 def recurrent_prompts(
-    pool: DeltaPool | None, segments: Segments, slots: Array, implementation: str | None
+    pool: DeltaPool | None,
+    segments: Segments,
+    slots: Array,
+    sources: Array,
+    kept_counts: Array,
+    kept_slots: Array,
+    *,
+    implementation: str | None,
 ) -> RecurrentPass:
     """Compute packed prompt chunks of requests in slots i32 ``[G]``.
 
-    A chunk at position 0 starts from zeros, so slots need no clearing.
+    A chunk at position 0 starts from zeros, so slots need no clearing. Others start from their own
+    slots, or from those in ``sources`` i32 ``[G]`` that are not 0. States after ``kept_counts`` i32
+    ``[G]`` tokens also go to ``kept_slots``, see :class:`Kept`.
     """
     if pool is None:
         return RecurrentPass()
-    sources = jnp.where(segments.starts > 0, slots, -1)
+    sources = jnp.where(segments.starts > 0, jnp.where(sources > 0, sources, slots), -1)
     begins = segments.last - segments.counts + 1
     rows, num_rows = RequestRows(slots, sources, begins, segments.counts), len(segments.index)
-    recur = recur_in_order(rows, num_rows, pool.num_taps, implementation=implementation)
+    form = rows, num_rows, pool.num_taps, Kept(kept_slots, kept_counts)
+    recur = recur_in_order(*form, implementation=implementation)
     return RecurrentPass((pool,), (recur,))
 
 
@@ -129,6 +139,7 @@ def recur_in_order(
     rows: RequestRows,
     num_rows: int,
     num_taps: int,
+    kept: Kept | None = None,
     *,
     group: int = GROUP,
     implementation: str | None = None,
@@ -139,6 +150,7 @@ def recur_in_order(
         rows: the rows of requests among W.
         num_rows: W.
         num_taps: J.
+        kept: states that also go to other slots.
         group: rows at a time, see :func:`delta_scan`; 1 in plain rounds.
     """
     taps = Taps.of(rows, num_rows, num_taps)
@@ -149,7 +161,7 @@ def recur_in_order(
         how: dict[str, Any] = {"implementation": implementation}
         of_layer = gates, weights, pool.windows, layer, taps, pool.heads
         inputs, replay = delta_inputs(mixed.reshape(num_rows, -1), *of_layer, **how)
-        out, pool = delta_scan(inputs, replay, pool, layer, rows, group=group, **how)
+        out, pool = delta_scan(inputs, replay, pool, layer, rows, kept, group=group, **how)
         return pool, out.reshape(*mixed.shape[:2], *out.shape[1:])
 
     return recur

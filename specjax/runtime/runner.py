@@ -122,7 +122,7 @@ class ModelRunner:
         nets, config, sizes = self.networks, self.config, self.config.sizes
         algorithm = config.algorithm
         target = pool_shapes(nets.target.caches, config.num_kv)
-        requests = abstract_pool(nets.target.caches, config.num_slots)
+        requests = abstract_pool(nets.target.caches, config.num_states)
         pools = KVPools(target, algorithm.abstract_state(nets, sizes), requests)
         future = algorithm.create_future_map(
             config.num_slots - 1,

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 
 from specjax.kernels.backend import resolve
+from specjax.kernels.delta_scan import GROUP
 from specjax.kv.holding import KVWrites
 from specjax.kv.recurrent import abstract_pool
 from specjax.kv.window_pages import pages_wanted
@@ -51,6 +52,7 @@ class RunnerConfig:
     # window, and pages with the padding page, of each pool after the first; see models/declare.py
     window_pages: tuple[tuple[int, int], ...] = ()
     has_grammars: bool = False  # rounds can be split, so that the host can mask tokens
+    num_snapshots: int = 0  # states of recurrent layers that the prefix cache may keep
 
     def __post_init__(self) -> None:
         shapes = self.shapes
@@ -67,6 +69,19 @@ class RunnerConfig:
             # to verify a draft only if the drafter is sure of it would bias the residual draws
             if not self.acceptance.is_coupled:
                 raise ValueError(f"packed={shape.packed} needs acceptance=COUPLED")
+
+    @property
+    def num_states(self) -> int:
+        """Number of slots in the pool of states: those of requests, then those of snapshots."""
+        return self.num_slots + self.num_snapshots
+
+    @property
+    def chunk_step(self) -> int:
+        """Chunks of prompts end at multiples of this many tokens if possible.
+
+        States then do not depend on how a prompt is cut, or on where it continues from a snapshot.
+        """
+        return GROUP if self.num_snapshots else 1
 
     @property
     def on_gpu(self) -> bool:
@@ -177,7 +192,7 @@ def memory_needs(
 def _state_bytes(networks: Networks, config: RunnerConfig, num_kv: int) -> int:
     sizes = config.sizes._replace(num_kv=num_kv)
     pools = pool_shapes(networks.target.caches, (num_kv, *config.num_kv[1:]))
-    requests = abstract_pool(networks.target.caches, config.num_slots)
+    requests = abstract_pool(networks.target.caches, config.num_states)
     return tree_bytes((config.algorithm.abstract_state(networks, sizes), pools, requests))
 
 

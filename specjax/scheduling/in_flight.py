@@ -26,6 +26,12 @@ from specjax.types import NO_DRAFTS, DraftShape, RoundResults
 logger = logging.getLogger(__name__)
 
 
+def last_multiple(start: int, end: int, step: int) -> int:
+    """The last multiple of ``step`` up to ``end``, or ``end`` if none is after ``start``."""
+    multiple = end - end % step
+    return multiple if multiple > start else end
+
+
 class PromptPiece(NamedTuple):
     """A range of a running request's ``prefill_ids`` to compute in one call."""
 
@@ -48,10 +54,25 @@ class PromptPiece(NamedTuple):
         missing = self.row.request.missing_logprobs
         return missing is not None and missing < self.end
 
+    def cut(self, room: int, step: int) -> int:
+        """The end of the part for a call that has room for this many tokens.
+
+        A call keeps states once, after a multiple of ``step`` tokens or at its end.
+        """
+        end = min(self.end, self.start + room)
+        kept = sorted(at for at in self.row.kept_states if self.start < at <= end)
+        if len(kept) > 1 or any((at - self.start) % step for at in kept):
+            return kept[0]
+        return end if end == self.end else last_multiple(self.start, end, step)
+
     def chunk(self) -> Chunk:
         row = self.row
         span, budget = (self.start, self.end), row.request.num_left
-        return Chunk.of(row.slot, row.prefill_ids, *span, budget, row.num_cached)
+        source = row.state_source if self.start == row.num_cached else 0
+        states = {at - self.start: slot for at, slot in row.kept_states.items()}
+        kept = next((x for x in states.items() if 0 < x[0] <= self.num_tokens), (0, 0))
+        chunk = Chunk.of(row.slot, row.prefill_ids, *span, budget, row.num_cached)
+        return chunk._replace(state_source=source, kept_states=kept)
 
 
 class Reading(NamedTuple):
@@ -100,7 +121,7 @@ class InFlight:
 
     def dispatch_prompts(self, pieces: Sequence[PromptPiece]) -> None:
         """Dispatch pieces of prompts in as many calls as they need."""
-        config, waiting = self._runner.config, deque(pieces)
+        config, waiting, step = self._runner.config, deque(pieces), self._runner.config.chunk_step
         while waiting:
             logs, run = next(groupby(waiting, attrgetter("wants_logprobs")))
             group = list(run)
@@ -108,12 +129,14 @@ class InFlight:
             width = room = config.prefill_width(num_tokens, with_logprobs=logs)
             batch: list[PromptPiece] = []
             while len(batch) < min(len(group), config.max_chunks(width)) and room > 0:
-                piece = waiting.popleft()
-                if piece.num_tokens > room:
-                    waiting.appendleft(piece._replace(start=piece.start + room))
-                    piece = piece._replace(end=piece.start + room)
-                batch.append(piece)
-                room -= piece.num_tokens
+                piece = waiting[0]
+                if (end := piece.cut(room, step)) == piece.end:
+                    room -= waiting.popleft().num_tokens
+                elif batch and end % step:
+                    break  # another call has more room
+                else:
+                    waiting[0], room = piece._replace(start=end), 0
+                batch.append(piece._replace(end=end))
             now = self._clock()  # before the call, which may wait for the device
             result = self._runner.prefill([piece.chunk() for piece in batch], with_logprobs=logs)
             self._queue.append(([piece.row for piece in batch], result, 0, batch, width, now))

@@ -17,13 +17,14 @@ from specjax.kv.budget import Capacity, PageBudget
 from specjax.kv.holding import salt_of
 from specjax.kv.pages import PageAllocator
 from specjax.kv.prefix_cache import Watcher
+from specjax.kv.snapshots import Snapshots
 from specjax.kv.window_pages import WindowPages
 from specjax.metrics import Totals
 from specjax.models.declare import request_layers
 from specjax.runtime.runner import ModelRunner
 from specjax.sampling.grammar_request import RequestGrammar, await_answers
 from specjax.scheduling.constrained import is_constrained
-from specjax.scheduling.in_flight import InFlight, PromptPiece
+from specjax.scheduling.in_flight import InFlight, PromptPiece, last_multiple
 from specjax.scheduling.prompt_source import FirstToken, PromptSource
 from specjax.scheduling.request import Deadlines, Request, RunningRequest
 from specjax.scheduling.waiting import FairQueue
@@ -82,14 +83,19 @@ class Scheduler:
     ) -> None:
         self._runner, config = runner, runner.config
         self._allocator = PageAllocator(config.num_pages, config.page_size)
-        # no state of a recurrent layer is kept at page boundaries, where a cached text would start
-        shares = caches_prefixes and not request_layers(runner.networks.target.caches)
+        # recurrent layers continue from snapshots only
+        shares = caches_prefixes and (
+            config.num_snapshots > 0 or not request_layers(runner.networks.target.caches)
+        )
         lookahead = config.algorithm.lookahead if shares else None
         size, writes = config.page_size, config.kv_writes
-        followers = [
+        followers: list[WindowPages | Snapshots] = [
             WindowPages(count, size, window, writes, partial(runner.set_pages, pool=pool))
             for pool, (window, count) in enumerate(config.window_pages, start=1)
         ]
+        if config.num_snapshots and lookahead is not None:
+            slots = range(config.num_slots, config.num_states)
+            followers.append(Snapshots(slots, size, config.chunk_step, lookahead))
         self._budget = PageBudget(self._allocator, writes, runner.set_pages, lookahead, followers)
         self._budget.cache.watcher = cache_watcher
         self._run_ahead = run_ahead
@@ -299,7 +305,7 @@ class Scheduler:
 
     def _prefill(self, is_first: bool) -> bool:
         """Dispatch prompt chunks up to the token budget; return whether there were any."""
-        config = self._runner.config
+        config, step = self._runner.config, self._runner.config.chunk_step
         buckets = config.prefill_buckets
         if not self._in_flight:
             # the device is idle, so begin with a smaller dispatch and admit others meanwhile
@@ -313,7 +319,12 @@ class Scheduler:
         pieces: list[PromptPiece] = []
         duplicates: list[RunningRequest] = []
         while budget > 0 and len(pieces) < limit and (row := self._row_to_prefill(capacity)):
-            end = min(row.kv_len + budget, len(row.prefill_ids))
+            if (end := row.kv_len + budget) < len(row.prefill_ids):
+                end = last_multiple(row.kv_len, end, step)
+                if pieces and end % step:
+                    break  # a call of its own has more room
+                budget = end - row.kv_len
+            end = min(end, len(row.prefill_ids))
             missing = row.request.missing_logprobs
             if missing is not None and row.kv_len < missing < end:
                 end = missing  # earlier tokens need no logits

@@ -22,7 +22,7 @@ from specjax.speculative.tree import accept, chain_input
 from specjax.types import NO_DRAFTS, KVPools, Logprobs, NodeOutputs, RoundOutput
 
 # number of integers in the header of a packed chunk
-HEADER = 7
+HEADER = 10
 UNLIMITED = 2**31 - 1
 
 
@@ -35,6 +35,9 @@ class Chunk(NamedTuple):
     following: int | None = None  # the prompt token after the chunk; ``None`` at the prompt's end
     budget: int = UNLIMITED  # maximum number of tokens to generate
     num_cached: int = 0  # number of leading tokens whose KV came from the prefix cache
+    state_source: int = 0  # slot of the states before the chunk; 0: those of ``slot``
+    # number of tokens of the chunk, and the slot that also gets the states after them; 0: none
+    kept_states: tuple[int, int] = (0, 0)
 
     @classmethod
     def of(
@@ -59,9 +62,10 @@ def pack_chunks(chunks: Sequence[Chunk], width: int, limit: int) -> np.ndarray:
     headers = np.zeros((limit, HEADER), np.int32)
     tokens = np.zeros(width, np.int32)
     num_tokens = 0
-    for i, (slot, ids, start, following, budget, num_cached) in enumerate(chunks):
+    for i, (slot, ids, start, following, budget, num_cached, source, kept) in enumerate(chunks):
         after = 0 if following is None else following
-        headers[i] = slot, start, len(ids), following is None, budget, after, num_cached
+        counts = start, len(ids), following is None, budget, after, num_cached
+        headers[i] = slot, *counts, source, *kept
         tokens[num_tokens : num_tokens + len(ids)] = ids
         num_tokens += len(ids)
     return np.concatenate([headers.reshape(-1), tokens])
@@ -85,14 +89,16 @@ def prefill_chunks(
     """
     pools, future = state.pools, state.future
     headers = packed[: limit * HEADER].reshape(limit, HEADER)
-    slots, starts, counts, is_final, budgets, following, num_cached = headers.T
+    slots, starts, counts, is_final, budgets, following, num_cached, *of_states = headers.T
     tokens = packed[limit * HEADER :]
     batch = replace(make_batch(resident, future, slots, config), seq_lens=starts)
     segments = Segments.of(starts, counts, tokens.shape[0])
     pages = replace(batch.pages, implementation=resident.target.implementation)
     attend = tuple(pool.attend_packed(segments) for pool in pages.pools)
     layers, by_token = config.feature_layers, batch.inputs_of_segments(segments)
-    recurrent = recurrent_prompts(pools.requests, segments, slots, pages.implementation)
+    recurrent = recurrent_prompts(
+        pools.requests, segments, slots, *of_states, implementation=pages.implementation
+    )
     hidden, features, kv = resident.target(
         tokens[None],
         segments.positions[None],

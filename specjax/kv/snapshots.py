@@ -1,0 +1,102 @@
+"""Snapshots: states of recurrent layers at ends of pages, where other requests may continue.
+
+Layers of attention can continue after any cached page, recurrent layers only where their states
+were kept. A snapshot is a slot of the pool of states, and belongs to the page at whose end it was
+taken. Prefill writes it as it passes this position: the last one of a prompt, and the one where the
+prompt leaves a longer cached prefix, because others may leave it there too. Positions are multiples
+of pages and of groups of rows, so that a text has the same states with and without a snapshot. If
+slots run out, the least recently used snapshot is taken back.
+"""
+
+import math
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+from specjax.kv.holding import PageHolding
+
+
+class Snapshots:
+    """Gives slots for snapshots to the pages of texts; only one thread may use it.
+
+    Args:
+        slots: the slots of the pool of states that are for snapshots.
+        step: number of rows in a group.
+        lookahead: that of the prefix cache.
+    """
+
+    num_used_tokens = 0  # in pages of its own
+
+    def __init__(self, slots: Iterable[int], page_size: int, step: int, lookahead: int) -> None:
+        self._free, self._page_size = list(slots), page_size
+        self._step, self._num_unmatched = math.lcm(page_size, step), max(1, lookahead)
+        # slot of each page that has one, least recently used first
+        self._page_map: OrderedDict[int, int] = OrderedDict()
+        # of chunks that have not been dispatched yet: holdings that keep states, and slots read
+        self._begun: set[PageHolding] = set()
+        self._sources: set[int] = set()
+
+    def usable(self, pages: Sequence[int]) -> int:
+        """Number of leading pages of a cached prefix after which a request can continue.
+
+        The snapshot at its end counts as used.
+        """
+        for count in range(len(pages), 0, -1):
+            if (page := pages[count - 1]) in self._page_map:
+                self._page_map.move_to_end(page)
+                return count
+        return 0
+
+    def prepare_chunk(self, holding: PageHolding, end: int, running: Iterable[PageHolding]) -> None:
+        """Give slots to the states that a chunk up to ``end`` reads and keeps."""
+        begin = holding.kv_len
+        if begin == holding.num_cached > 0:
+            holding.state_source = self._page_map[self._page_at(holding, begin)]
+            self._sources.add(holding.state_source)
+        lengths = holding.num_matched, len(holding.prefill_ids) - self._num_unmatched
+        for position in {length - length % self._step for length in lengths}:
+            if begin < position <= end and (slot := self._take()):
+                holding.kept_states[position] = slot
+                self._begun.add(holding)
+
+    def chunks_dispatched(self) -> None:
+        """Give the snapshots of prepared chunks to their pages: later dispatches may read them."""
+        for holding in self._begun:
+            for position, slot in holding.kept_states.items():
+                self._page_map[self._page_at(holding, position)] = slot
+            holding.kept_states.clear()
+        self._begun.clear()
+        self._sources.clear()
+
+    def end(self, holding: PageHolding) -> None:
+        """Take back the slots of chunks that were not dispatched."""
+        self._free += holding.kept_states.values()
+        holding.kept_states.clear()
+        self._begun.discard(holding)
+
+    def grow(self, holdings: Sequence[PageHolding], running: Iterable[PageHolding]) -> bool:
+        """Rounds need no snapshots."""
+        return True
+
+    def move(self, sources: Iterable[int], targets: Iterable[int]) -> None:
+        """Give snapshots of ``sources`` to ``targets``, pages of equal text that have none."""
+        for before, after in zip(sources, targets, strict=False):
+            if before in self._page_map and after not in self._page_map:
+                self._page_map[after] = self._page_map.pop(before)
+
+    def replace(self, holding: PageHolding, sources: Iterable[int], targets: Iterable[int]) -> None:
+        """Use ``targets`` instead of ``sources`` of equal text in a holding."""
+        self.move(sources, targets)
+
+    def drop(self, pages: Iterable[int]) -> None:
+        """Take back the snapshots of pages that are freed."""
+        self._free += [self._page_map.pop(page) for page in pages if page in self._page_map]
+
+    def _page_at(self, holding: PageHolding, position: int) -> int:
+        return holding.pages[position // self._page_size - 1]
+
+    def _take(self) -> int:
+        """A free slot, else that of the least recently used snapshot; 0 if all are in use."""
+        unread = (page for page, slot in self._page_map.items() if slot not in self._sources)
+        if not self._free and (page := next(unread, None)) is not None:
+            self.drop([page])
+        return self._free.pop() if self._free else 0

@@ -1,0 +1,113 @@
+"""Texts of a model with recurrent layers that continue from snapshots equal whole passes."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from specjax.runtime.runner_config import memory_needs
+from specjax.types import DraftShape
+
+from ..support.runners import make_request
+from ..support.schedulers import Serving
+from .test_recurrent import CHAIN, GREEDY, RNG, WIDTH, dense_text, family, runner_of
+
+__all__ = ["family"]
+# texts with a common beginning of 100 tokens
+COMMON = RNG.integers(6, 61, size=100).tolist()
+TEXTS = [[*COMMON, *RNG.integers(6, 61, size=n).tolist()] for n in (120, 40, 90, 60)]
+SIZES: Any = {"pages_per_request": WIDTH // 4, "num_snapshots": 8}
+
+
+def serving_of(
+    shape: DraftShape | None, num_snapshots: int = 8, width: int = 160, **options: Any
+) -> Serving:
+    """Prompts are computed in chunks of at most ``width`` tokens."""
+    runner = runner_of(shape, prefill_buckets=(width,), **SIZES)
+    serving = Serving(runner=runner, is_cached=True, **options)
+    follower = serving.scheduler._budget._followers[0]
+    follower._free = follower._free[:num_snapshots]
+    return serving
+
+
+def serve(serving: Serving, *texts: list[int]) -> list[int]:
+    """Serve texts at once; return the numbers of their cached tokens."""
+    steps = serving.runner.config.largest.steps
+    requests = [
+        make_request(text, GREEDY, width=steps, rid=f"r{i}") for i, text in enumerate(texts)
+    ]
+    serving.add_all(requests)
+    serving.finish()
+    for request, text in zip(requests, texts, strict=True):
+        assert request.output_ids == dense_text(tuple(text))
+    return [request.cached_tokens for request in requests]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("shape", "width"), [(None, 160), (CHAIN, 160), (None, 37)])
+def test_texts_continue_from_snapshots(shape: DraftShape | None, width: int) -> None:
+    """At a branch, and at the end of a prompt whose text goes on."""
+    serving = serving_of(shape, width=width)
+    assert serve(serving, TEXTS[0]) == [0]
+    assert serve(serving, TEXTS[1]) == [0]
+    assert serve(serving, TEXTS[2]) == [64]
+    longer = [*TEXTS[0], 7, 8, 9]
+    assert serve(serving, longer, TEXTS[3], TEXTS[1]) == [192, 64, 128]
+
+
+@pytest.mark.slow
+def test_evicted_snapshots_are_computed_again() -> None:
+    """Cached pages are not used after the only snapshot, which another text took."""
+    serving = serving_of(None, num_snapshots=1)
+    assert serve(serving, TEXTS[0]) == [0]
+    assert serve(serving, TEXTS[0]) == [192]
+    assert serve(serving, TEXTS[1][::-1]) == [0]
+    assert serve(serving, TEXTS[0]) == [0]
+    serving.scheduler.flush_cache()
+    assert serve(serving, TEXTS[0]) == [0]
+    assert serve(serving, TEXTS[0]) == [192]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [None, CHAIN])
+def test_preempted_requests_return_to_snapshots(shape: DraftShape | None) -> None:
+    serving = serving_of(shape, num_pages=115)
+    admitted: list[int] = []
+    of_request = serving.scheduler._metrics.request_admitted
+
+    def note(length: int, cached: int, seconds: float | None) -> None:
+        if seconds is None:
+            admitted.append(cached)
+        of_request(length, cached, seconds)
+
+    serving.scheduler._metrics.request_admitted = note  # type: ignore[method-assign]
+    others = [RNG.integers(6, 61, size=n).tolist() for n in (140, 130, 150)]
+    serve(serving, *others)
+    assert len(admitted) > 0
+    assert max(admitted) >= 128
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_idle", [True, False])
+def test_a_slot_is_used_again_after_an_abort_in_a_prompt(is_idle: bool) -> None:
+    """The states of its chunks so far do not reach the next text, which continues from a branch."""
+    serving = serving_of(None)
+    if not is_idle:
+        serving.add([TEXTS[3][:30]], GREEDY)
+        serving.step()
+    serve(serving, TEXTS[1])
+    (request,) = serving.add([TEXTS[0]], GREEDY)
+    serving.step()
+    assert 0 < serving.rows[-1].kv_len < len(TEXTS[0])
+    serving.scheduler.abort(request)
+    assert serve(serving, TEXTS[0], TEXTS[2]) == [64, 64]
+
+
+@pytest.mark.slow
+def test_snapshots_count_in_the_memory_plan() -> None:
+    runner = runner_of(None, prefill_buckets=(160,), **SIZES)
+    other = replace(runner.config, num_snapshots=9)
+    before, after = (memory_needs(runner.networks, x) for x in (runner.config, other))
+    state = sum(np.prod(x.shape) // x.shape[1] * 4 for x in runner.abstract_state.pools.requests)
+    assert after.weight_bytes - before.weight_bytes == state
