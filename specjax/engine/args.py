@@ -137,6 +137,9 @@ class EngineArgs:
         mem_fraction_static: share of device memory for weights and KV, unless
             ``max_total_tokens`` is set. Default: 0.5 on a CPU, 0.85 on a GPU.
         disable_radix_cache: compute every prompt in full instead of caching KV pages by prefix.
+        max_state_snapshots: states of recurrent layers that the prefix cache keeps, where requests
+            with an equal start may continue; 0 disables it for models with such layers. Each takes
+            as much memory as the states of a request. Default: twice ``max_running_requests``.
         kv_events_config: JSON object, or the path of a file with one: publish which pages are
             cached, for routers, with the keys and messages of vLLM and SGLang. See
             docs/deploying.md.
@@ -221,6 +224,7 @@ class EngineArgs:
     max_total_tokens: Positive | None = None
     mem_fraction_static: Annotated[float, Meta(gt=0, le=1)] | None = None
     disable_radix_cache: bool = False
+    max_state_snapshots: Natural | None = None
     kv_events_config: str | PathLike[str] | Mapping[str, Any] | None = None
     chunked_prefill_size: Positive | None = None
     max_prefill_stall_ms: Annotated[float, Meta(gt=0)] = 30.0

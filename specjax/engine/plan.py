@@ -14,7 +14,7 @@ from specjax.kernels import kv_format
 from specjax.kv.holding import KVWrites
 from specjax.kv.recurrent import check_networks
 from specjax.models import experts, registry
-from specjax.models.declare import pool_windows
+from specjax.models.declare import pool_windows, request_layers
 from specjax.models.flat import Networks
 from specjax.models.placement import Placement
 from specjax.runtime import runner_config as sizing
@@ -125,6 +125,13 @@ def splits_pools(args: EngineArgs) -> bool:
     return args.disaggregation_mode is None
 
 
+def num_snapshots(args: EngineArgs, networks: Networks, slots: int) -> int:
+    """Number of snapshots for the prefix cache: by default, two for each of ``slots`` requests."""
+    if args.disable_radix_cache or not request_layers(networks.target.caches):
+        return 0
+    return 2 * slots if args.max_state_snapshots is None else args.max_state_snapshots
+
+
 def decide_pages(
     args: EngineArgs, networks: Networks, config: sizing.RunnerConfig, temporary_bytes: int = 0
 ) -> tuple[sizing.RunnerConfig, sizing.MemoryNeeds]:
@@ -223,6 +230,7 @@ def plan_engine(args: EngineArgs) -> EnginePlan:
         reads_confidence=any(shape.packed for shape in shapes),
         deterministic=deterministic,
         has_grammars=args.grammar_backend is not None,
+        num_snapshots=num_snapshots(args, networks, slots),
     )
     config, needs = decide_pages(args, networks, config)
     return EnginePlan(args, target, drafts, networks, needs, config, context_length)

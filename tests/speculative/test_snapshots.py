@@ -6,12 +6,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from specjax.engine.args import EngineArgs
+from specjax.engine.plan import num_snapshots
 from specjax.runtime.runner_config import memory_needs
+from specjax.testing.models import TARGET
 from specjax.types import DraftShape
 
 from ..support.runners import make_request
 from ..support.schedulers import Serving
-from .test_recurrent import CHAIN, GREEDY, RNG, WIDTH, dense_text, family, runner_of
+from .test_recurrent import CHAIN, CONFIG, GREEDY, PLAIN, RNG, WIDTH, dense_text, family, runner_of
 
 __all__ = ["family"]
 # texts with a common beginning of 100 tokens
@@ -111,3 +114,13 @@ def test_snapshots_count_in_the_memory_plan() -> None:
     before, after = (memory_needs(runner.networks, x) for x in (runner.config, other))
     state = sum(np.prod(x.shape) // x.shape[1] * 4 for x in runner.abstract_state.pools.requests)
     assert after.weight_bytes - before.weight_bytes == state
+
+
+@pytest.mark.parametrize(
+    ("options", "count"),
+    [({}, 8), ({"max_state_snapshots": 3}, 3), ({"disable_radix_cache": True}, 0)],
+)
+def test_how_many_states_a_prefix_cache_keeps(options: dict[str, Any], count: int) -> None:
+    recurrent, dense = (PLAIN.networks(config, None) for config in (CONFIG, TARGET))
+    assert num_snapshots(EngineArgs(**options), recurrent, slots=4) == count
+    assert num_snapshots(EngineArgs(**options), dense, slots=4) == 0
