@@ -1,7 +1,8 @@
 """Reads KV rows of tokens and the inputs of a first round from a runner, or writes them.
 
 Rows are per token, not per page, so the page sizes of the two sides may differ. An array of an
-algorithm's state is sent only if it has KV per token, that is, an axis of KV indices.
+algorithm's state is sent only if it has KV per token, that is, an axis of KV indices. The states of
+recurrent layers are sent once, with the inputs of a first round.
 """
 
 import math
@@ -16,6 +17,7 @@ import numpy as np
 
 from specjax.checks import check_integer
 from specjax.kernels.kv_rows import finite_or_zero, gather_rows, scatter_rows
+from specjax.kv.recurrent import abstract_pool
 from specjax.models.declare import pool_shapes
 from specjax.runtime.runner import ModelRunner
 from specjax.runtime.runner_config import pick_bucket
@@ -41,7 +43,8 @@ def token_axes(runner: ModelRunner) -> tuple[int | None, ...]:
     config, nets = runner.config, runner.networks
     sizes = config.sizes._replace(num_kv=MARK)
     draft = config.algorithm.abstract_state(nets, sizes)
-    pools = KVPools(target=pool_shapes(nets.target.caches, (MARK,)), draft=draft)
+    requests = abstract_pool(nets.target.caches, config.num_states)
+    pools = KVPools(pool_shapes(nets.target.caches, (MARK,)), draft, requests)
     shapes = (leaf.shape for leaf in jax.tree.leaves(pools))
     return tuple(shape.index(MARK) if MARK in shape else None for shape in shapes)
 
@@ -107,9 +110,15 @@ def put_rows(
     return replace(state, pools=jax.tree.unflatten(structure, leaves))
 
 
+def take_states(pools: KVPools, slot: jax.Array) -> tuple[jax.Array, ...]:
+    """Return the states ``[L, ...]`` of recurrent layers in slot i32 ``[]``."""
+    return tuple(leaf[:, slot] for leaf in jax.tree.leaves(pools.requests))
+
+
 def take_first(state: DeviceState, slot: jax.Array) -> tuple[jax.Array, ...]:
-    """Return the algorithm's rows ``[1, ...]`` of request slot i32 ``[]``."""
-    return tuple(jax.tree.leaves(resolve(state.future, slot[None])))
+    """Return the algorithm's rows ``[1, ...]`` of request slot i32 ``[]``, then its states."""
+    rows = jax.tree.leaves(resolve(state.future, slot[None]))
+    return (*rows, *take_states(state.pools, slot))
 
 
 def begin(
@@ -141,10 +150,16 @@ def begin(
     )
     table = unpack_sampling(sampling, jnp.zeros_like(slots))
     future = restart(future, slots, seq_lens + 1, table)
+    pools, (drafter, structure) = state.pools, jax.tree.flatten(future.rows)
     if rows is not None:
-        rows = jax.tree.unflatten(jax.tree.structure(future.rows), [*map(finite_or_zero, rows)])
+        values, count = [*map(finite_or_zero, rows)], len(drafter)
+        leaves, of_pool = jax.tree.flatten(pools.requests)
+        pairs = zip(leaves, values[count:], strict=True)
+        leaves = [leaf.at[:, slot].set(states) for leaf, states in pairs]
+        pools = replace(pools, requests=jax.tree.unflatten(of_pool, leaves))
+        rows = jax.tree.unflatten(structure, values[:count])
     handed_over = algorithm.build_disagg_draft_input(rows, bonus_tokens, seq_lens, slots, future)
-    return replace(state, future=stash_handover(future, slots, handed_over))
+    return DeviceState(pools, stash_handover(future, slots, handed_over))
 
 
 def fingerprint(weight: jax.Array, number: jax.Array) -> jax.Array:
@@ -186,6 +201,7 @@ class KVTransfer:
         self.widths = (FEW_TOKENS, MOST_TOKENS)
         state = runner.abstract_state
         self._rows = jax.eval_shape(take_first, state, self._place.ints())
+        self._states = jax.eval_shape(take_states, state.pools, self._place.ints())
         self._forms: Any = {"axes": self._axes, "implementation": runner.config.implementation}
         take = partial(take_rows, **self._forms)
         ints = self._place.ints
@@ -209,6 +225,7 @@ class KVTransfer:
             "enable_deterministic_inference": config.deterministic,
             "grammar_backend": config.has_grammars,
             "kv": kv,
+            "states": [[list(leaf.shape), str(leaf.dtype)] for leaf in self._states],
         }
         rows = [[list(row.shape), str(row.dtype)] for row in self._rows]
         return {"both": common, "rows": rows}
@@ -258,7 +275,8 @@ class KVTransfer:
         if gives and self._rows:
             add(("take_first",), jax.jit(partial(take_first)), (state, self._place.ints()))
         if not gives:
-            self._add_begin(None)
+            if not self._states:
+                self._add_begin(None)
             self._add_begin(self._rows)
         runner.compiled.compile(show_progress=show_progress)
 
@@ -283,7 +301,9 @@ class KVTransfer:
             raise ValueError(f"rows={rows!r} must be shapes and dtypes: {error}") from error
         kinds, ours = ([(len(row.shape), row.dtype) for row in r] for r in (shapes, self._rows))
         size = sum(math.prod(row.shape) * row.dtype.itemsize for row in shapes)
-        if kinds != ours or size > self.most_bytes:
+        states = [(x.shape, x.dtype) for x in shapes[len(shapes) - len(self._states) :]]
+        is_other = states != [(x.shape, x.dtype) for x in self._states]
+        if kinds != ours or is_other or size > self.most_bytes:
             ours = self.facts["rows"]
             raise ValueError(f"rows={rows!r} of the peer differ from those of this side, {ours}")
         if _begin_key(shapes) not in self._runner.compiled:
