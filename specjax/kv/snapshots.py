@@ -5,7 +5,8 @@ were kept. A snapshot is a slot of the pool of states, and belongs to the page a
 taken. Prefill writes it as it passes this position: the last one of a prompt, and the one where the
 prompt leaves a longer cached prefix, because others may leave it there too. Positions are multiples
 of pages and of groups of rows, so that a text has the same states with and without a snapshot. If
-slots run out, the least recently used snapshot is taken back.
+slots run out, the least recently used snapshot is taken back, and before it those at the ends of
+prompts that were read once: by the next turn of a chat, which has left a later one.
 """
 
 import math
@@ -29,20 +30,18 @@ class Snapshots:
     def __init__(self, slots: Iterable[int], page_size: int, step: int, lookahead: int) -> None:
         self._free, self._page_size = list(slots), page_size
         self._step, self._num_unmatched = math.lcm(page_size, step), max(1, lookahead)
-        # slot of each page that has one, least recently used first
+        # slot of each page that has one, in the order in which they are taken back
         self._page_map: OrderedDict[int, int] = OrderedDict()
+        # pages whose snapshots count as used when they are read: at branches, or read before
+        self._shared: set[int] = set()
         # of chunks that have not been dispatched yet: holdings that keep states, and slots read
         self._begun: set[PageHolding] = set()
         self._sources: set[int] = set()
 
     def usable(self, pages: Sequence[int]) -> int:
-        """Number of leading pages of a cached prefix after which a request can continue.
-
-        The snapshot at its end counts as used.
-        """
+        """Number of leading pages of a cached prefix after which a request can continue."""
         for count in range(len(pages), 0, -1):
-            if (page := pages[count - 1]) in self._page_map:
-                self._page_map.move_to_end(page)
+            if pages[count - 1] in self._page_map:
                 return count
         return 0
 
@@ -50,8 +49,11 @@ class Snapshots:
         """Give slots to the states that a chunk up to ``end`` reads and keeps."""
         begin = holding.kv_len
         if begin == holding.num_cached > 0:
-            holding.state_source = self._page_map[self._page_at(holding, begin)]
+            page = self._page_at(holding, begin)
+            holding.state_source = self._page_map[page]
             self._sources.add(holding.state_source)
+            self._page_map.move_to_end(page, last=page in self._shared)
+            self._shared.add(page)
         lengths = holding.num_matched, len(holding.prefill_ids) - self._num_unmatched
         for position in {length - length % self._step for length in lengths}:
             if begin < position <= end and (slot := self._take()):
@@ -62,7 +64,10 @@ class Snapshots:
         """Give the snapshots of prepared chunks to their pages: later dispatches may read them."""
         for holding in self._begun:
             for position, slot in holding.kept_states.items():
-                self._page_map[self._page_at(holding, position)] = slot
+                page = self._page_at(holding, position)
+                self._page_map[page] = slot
+                if position <= holding.num_matched:
+                    self._shared.add(page)
             holding.kept_states.clear()
         self._begun.clear()
         self._sources.clear()
@@ -82,6 +87,7 @@ class Snapshots:
         for before, after in zip(sources, targets, strict=False):
             if before in self._page_map and after not in self._page_map:
                 self._page_map[after] = self._page_map.pop(before)
+                self._shared.discard(before)
 
     def replace(self, holding: PageHolding, sources: Iterable[int], targets: Iterable[int]) -> None:
         """Use ``targets`` instead of ``sources`` of equal text in a holding."""
@@ -89,7 +95,9 @@ class Snapshots:
 
     def drop(self, pages: Iterable[int]) -> None:
         """Take back the snapshots of pages that are freed."""
-        self._free += [self._page_map.pop(page) for page in pages if page in self._page_map]
+        dropped = [page for page in pages if page in self._page_map]
+        self._free += [self._page_map.pop(page) for page in dropped]
+        self._shared.difference_update(dropped)
 
     def _page_at(self, holding: PageHolding, position: int) -> int:
         return holding.pages[position // self._page_size - 1]
