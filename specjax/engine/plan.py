@@ -192,7 +192,7 @@ def plan_engine(args: EngineArgs) -> EnginePlan:
         for reason in refusals(served[0], device, deterministic=deterministic):
             raise ValueError(reason)
     networks = args.algorithm.networks(*served, deterministic=deterministic, placement=placement)
-    check_networks(networks)
+    check_networks(networks, args, shapes)
     for text in (x for model in networks.configs for x in kv_format.warnings(model, device)):
         logger.warning(text)
     slots = args.max_running_requests or (4 if on_cpu else 32)

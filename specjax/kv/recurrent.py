@@ -18,7 +18,7 @@ from specjax.kernels.delta_inputs import (
     Taps,
     delta_inputs,
 )
-from specjax.kernels.delta_rule import DeltaPool, delta_verify
+from specjax.kernels.delta_rule import MAX_ROWS, DeltaPool, delta_verify
 from specjax.kernels.delta_scan import GROUP, Kept, delta_scan
 from specjax.kv.pages import Segments
 from specjax.models.declare import Cache, request_layers, request_shapes
@@ -62,17 +62,26 @@ def abstract_pool(caches: Sequence[Cache], num_slots: int) -> Any:
     return DeltaPool(*shapes) if shapes else None
 
 
-def check_networks(networks: Networks) -> None:
-    """Raise ValueError if a target or a draft model has recurrent layers.
-
-    Engines need a family and limits of their options first.
-    """
-    for name, network in (("model", networks.target), ("draft", networks.draft)):
-        if request_layers(network.caches):
+def check_networks(networks: Networks, args: Any, shapes: Sequence[DraftShape]) -> None:
+    """Raise ValueError if a model has recurrent layers that options or draft shapes exclude."""
+    if request_layers(networks.draft.caches):
+        raise ValueError(
+            f"draft={args.draft!r} has recurrent layers, whose states cannot take back rejected "
+            "drafts; use a draft with attention in all layers, or another speculative_algorithm"
+        )
+    if not request_layers(networks.target.caches):
+        return
+    for name in ("disaggregation_mode", "enable_deterministic_inference"):
+        if value := getattr(args, name):
             raise ValueError(
-                f"the {name} has recurrent layers, which engines do not serve yet; choose one with "
-                "attention in all layers"
+                f"{name}={value!r} does not support model={args.model!r}, which has recurrent "
+                "layers; leave it out"
             )
+    if (most := max(shape.nodes for shape in shapes)) > MAX_ROWS:
+        raise ValueError(
+            f"speculative_num_draft_tokens={most} must be at most {MAX_ROWS}, the rows that "
+            "recurrent layers verify per request"
+        )
 
 
 def recurrent_prompts(

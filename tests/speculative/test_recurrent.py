@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache, partial
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -229,9 +230,23 @@ def test_the_pool_counts_in_the_memory_plan() -> None:
     assert after.token_bytes == before.token_bytes
 
 
-def test_engines_refuse_recurrent_layers() -> None:
-    check_networks(algorithm_of(TARGET).networks(TARGET, TARGET))
-    with pytest.raises(ValueError, match="the model has recurrent layers"):
-        check_networks(algorithm_of(None).networks(CONFIG, None))
-    with pytest.raises(ValueError, match="the draft has recurrent layers"):
-        check_networks(algorithm_of(CONFIG).networks(TARGET, CONFIG))
+OPTIONS: dict[str, Any] = {"disaggregation_mode": None, "enable_deterministic_inference": False}
+
+
+def check(model: Any, draft: Any, shape: DraftShape = CHAIN, **options: Any) -> None:
+    args = SimpleNamespace(model="model", draft="draft", **OPTIONS | options)
+    check_networks(algorithm_of(draft).networks(model, draft), args, (shape,))
+
+
+def test_what_recurrent_layers_exclude() -> None:
+    many = DraftShape.chain(16)
+    check(TARGET, TARGET, many, disaggregation_mode="decode")
+    check(CONFIG, TARGET)
+    with pytest.raises(ValueError, match="draft='draft' has recurrent layers"):
+        check(TARGET, CONFIG)
+    with pytest.raises(ValueError, match="speculative_num_draft_tokens=17 must be at most 16"):
+        check(CONFIG, None, many)
+    with pytest.raises(ValueError, match="disaggregation_mode='decode' does not support"):
+        check(CONFIG, None, disaggregation_mode="decode")
+    with pytest.raises(ValueError, match="enable_deterministic_inference=True does not support"):
+        check(CONFIG, None, enable_deterministic_inference=True)
