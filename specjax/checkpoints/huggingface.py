@@ -124,7 +124,7 @@ def text_name(name: str) -> str:
 
 
 # tensors of the parts that read images
-OF_IMAGES = re.compile(r"(model\.)?(vision_tower|multi_modal_projector|vision_model)\.")
+OF_IMAGES = re.compile(r"(model\.)?(vision_tower|multi_modal_projector|vision_model|visual)\.")
 
 
 def layer_sizes(config: Fields) -> dict[str, Any]:

@@ -54,10 +54,11 @@ class Modules:
     """How files store modules for multi-token prediction (MTP). The defaults are MiMo's.
 
     ``at`` is the prefix of the tensors of a module: ``{index}`` counts modules, and ``{layer}``
-    continues the numbers of the target's layers.
+    continues the numbers of the target's layers. Without a number, there is one module.
     """
 
     at: str = MTP_PREFIX + "{index}."
+    layer: str = ""  # follows ``at`` in the names of the tensors of its layer
     hidden_norm: str = "hidden_layernorm"
     token_norm: str = "token_layernorm"
     projection: str = "input_proj"  # of both inputs, joined

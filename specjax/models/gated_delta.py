@@ -6,7 +6,7 @@ of each request, and the last J - 1 rows of its channels, whatever the length of
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -67,9 +67,10 @@ class GatedDelta(nnx.Module):
         linear = partial(kind.linear, bias=False)
         widths = {"in_proj_qkv": self.num_channels, "in_proj_z": value_heads * value_dim}
         self.mixed_and_gate = linear(size, at, *(Part(x, (n,)) for x, n in widths.items()))
-        # files in 8 bits store these plain
+        # never quantised: small, and rates of decay are sensitive
         products = (Part(name, (value_heads,)) for name in ("in_proj_b", "in_proj_a"))
-        self.products = linear(size, at, *products)
+        plain = replace(kind, dtypes=kind.dtypes._replace(quantization=None))
+        self.products = plain.linear(size, at, *products, bias=False)
         tensor, dtype = kind.tensor, kind.dtypes.activations
         conv = partial(weight, tensor(f"{at}conv1d.weight"), (self.num_channels, 1, self.num_taps))
         self.conv = conv(dtype, stddev=self.num_taps**-0.5)

@@ -294,6 +294,8 @@ class Attention(nnx.Module):
         self.kind = kind
         heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
         self.shape = (heads, kv_heads, dim)
+        queries = self.queries(config, kind)
+        self.num_queries = queries.shape[0] // dim  # or more, if a subclass also has gates
         q_size, kv_size, size = heads * dim, kv_heads * dim, config.hidden_size
         has_norms, of_head, at = kind.qk_norm or kind.joint_qk_norm, kind.qk_norm, f"{at}self_attn."
         # Keys and values are stored divided by these. Queries and outputs are multiplied instead,
@@ -305,7 +307,7 @@ class Attention(nnx.Module):
             key = 1.0
         of_rows, of_norm = (1.0, key) if has_norms else (key, 1.0)
         tensors = (
-            Part("q_proj", (q_size,), _row_order(config, kind, heads), of_rows),
+            replace(queries, factor=of_rows),
             Part("k_proj", (kv_size,), _row_order(config, kind, kv_heads), 1 / of_rows),
             Part("v_proj", (kv_size,), factor=1 / value),
         )
@@ -323,6 +325,11 @@ class Attention(nnx.Module):
         self.k_norm = k_norm() if has_norms else None
         sinks = partial(weight, kind.tensor(f"{at}sinks"), (heads,), kind.dtypes.activations)
         self.sinks = sinks(split="out") if kind.sinks else None
+
+    def queries(self, config: TransformerConfig, kind: LayerKind) -> Part:
+        """The projection whose rows are those of queries."""
+        heads = config.num_heads
+        return Part("q_proj", (heads * config.head_dim,), _row_order(config, kind, heads))
 
     @property
     def cache(self) -> Cache:
@@ -346,8 +353,8 @@ class Attention(nnx.Module):
         """
         heads, kv_heads, dim = self.shape
         joined = self.qkv.partial_sums(x)
-        joined = joined.reshape(*joined.shape[:-1], heads + 2 * kv_heads, dim)
-        q, k, v = jnp.split(joined, (heads, heads + kv_heads), axis=-2)
+        joined = joined.reshape(*joined.shape[:-1], self.num_queries + 2 * kv_heads, dim)
+        q, k, v = jnp.split(joined, (self.num_queries, self.num_queries + kv_heads), axis=-2)
         factor = 1.0 if self.kind.scale is None else self.kind.scale * dim**0.5
         if self.q_norm is not None and self.k_norm is not None and self.kind.joint_qk_norm:
             q, k, v = (whole(y, x.ndim + 1, x.dtype) for y in (q, k, v))
@@ -370,9 +377,9 @@ class Attention(nnx.Module):
 
     def store(self, x: Array, rope: RopeTables, kv: Any, layer: int, store: Store) -> Any:
         """Store the keys and values of ``x [B, T, in_size]``; return the updated kv."""
-        heads, kv_heads, dim = self.shape
+        _, kv_heads, dim = self.shape
         # a third of the columns with 32 query and 8 KV heads
-        joined = self.qkv(x, outputs=slice(heads * dim, None))
+        joined = self.qkv(x, outputs=slice(self.num_queries * dim, None))
         k, v = jnp.split(joined.reshape(*x.shape[:-1], 2 * kv_heads, dim), 2, axis=-2)
         return store(kv, layer, k, v, self.key_rope(rope))
 

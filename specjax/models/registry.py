@@ -26,6 +26,7 @@ from specjax.models.mixtures import (
 from specjax.models.olmo import OLMO2, OLMO3
 from specjax.models.phi import PHI3
 from specjax.models.qwen import MIMO, QWEN2, QWEN3
+from specjax.models.qwen35 import QWEN35, QWEN35_MOE
 from specjax.models.smollm3 import SMOLLM3
 
 FAMILIES: dict[str, Family] = {
@@ -52,9 +53,16 @@ FAMILIES: dict[str, Family] = {
     "olmoe": OLMOE,
     "granitemoe": GRANITE_MOE,
     "glm4_moe": GLM4_MOE,
+    "qwen3_5_text": QWEN35,
+    "qwen3_5_moe_text": QWEN35_MOE,
 }
 # models that also read images, and the family of their text model, which alone is loaded
-WRAPPERS = {"gemma3": "gemma3_text", "mistral3": "mistral"}
+WRAPPERS = {
+    "gemma3": "gemma3_text",
+    "mistral3": "mistral",
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
+}
 # group of entry points: each has a model type and the module that adds it to FAMILIES
 GROUP = "specjax.families"
 HOW_TO_ADD = "docs/models.md shows how to add a model family"
@@ -62,9 +70,9 @@ UNKNOWN = f"must be one of {sorted({*FAMILIES, *WRAPPERS})}; {HOW_TO_ADD}"
 # what is missing for families that people ask for
 _REASONS = {
     "mixtures of experts of another kind": "deepseek_v2 deepseek_v3 ernie4_5_moe gpt_oss llama4 "
-    "llama4_text phimoe qwen3_5_moe",
-    "layers with a recurrent state": "bamba falcon_h1 falcon_mamba granitemoehybrid jamba lfm2 "
-    "mamba mamba2 nemotron_h qwen3_5 qwen3_5_text qwen3_next recurrent_gemma zamba2",
+    "llama4_text phimoe",
+    "recurrent layers of another kind": "bamba falcon_h1 falcon_mamba granitemoehybrid jamba lfm2 "
+    "mamba mamba2 nemotron_h qwen3_next recurrent_gemma zamba2",
     "LayerNorm layers": "cohere cohere2 falcon gpt2 gpt_neox nemotron olmo opt phi stablelm "
     "starcoder2",
     "images, or text alone from other files": "idefics3 internvl llava llava_next mllama pixtral "

@@ -1,15 +1,19 @@
 """The specjax side of the parity tests: models over a dense key/value cache."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from specjax.kernels.delta_inputs import RequestRows
+from specjax.kernels.delta_rule import DeltaPool
 from specjax.kernels.rope_store import normed, rotate
 
 from specjax.config import TransformerConfig
+from specjax.kv.recurrent import recur_in_order
+from specjax.models.declare import request_shapes
 from specjax.models.decoder import CausalLM
 from specjax.models.eagle import build_head
 from specjax.models.flat import FlatModel
@@ -99,16 +103,36 @@ def dense_attend(positions: np.ndarray, *, is_causal: bool = True) -> Attend:
 
 
 def run_target(
-    model: CausalLM, tokens: np.ndarray, feature_layers: tuple[int, ...] = ()
+    model: CausalLM,
+    tokens: np.ndarray,
+    feature_layers: tuple[int, ...] = (),
+    chunks: Sequence[int] = (),
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Logits and features of whole sequences ``[B, T]``."""
-    positions = np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape)
-    cache = empty_cache(model.config, *tokens.shape)
-    attend = dense_attend(positions)
-    hidden, features, _ = model(
-        jnp.asarray(tokens), jnp.asarray(positions), cache, attend, feature_layers
-    )
-    return np.asarray(model.logits(hidden)), np.asarray(features)
+    """Logits and features of sequences ``[B, T]``, in chunks of these sizes, or in one pass."""
+    batch, length = tokens.shape
+    cache: Any = empty_cache(model.config, batch, length)
+    shapes, num_taps = request_shapes(model.caches, batch + 1), 0
+    if shapes:
+        pool = DeltaPool(*(jnp.full(x.shape, 7.0, x.dtype) for x in shapes))
+        cache, num_taps = (cache, pool), pool.num_taps
+    results, start = [], 0
+    for size in chunks or (length,):
+        positions = np.broadcast_to(np.arange(start, start + size), (batch, size))
+        attend: Any = dense_attend(positions)
+        if shapes:
+            slots = np.arange(1, batch + 1)
+            fields = slots, slots if start else slots * 0 - 1, (slots - 1) * size, slots * 0 + size
+            rows = RequestRows(*(jnp.asarray(x, jnp.int32) for x in fields))
+            recur = recur_in_order(rows, batch * size, num_taps, implementation="xla")
+            attend = (attend, recur)
+        chunk = jnp.asarray(tokens[:, start : start + size])
+        hidden, features, cache = model(
+            chunk, jnp.asarray(positions), cache, attend, feature_layers
+        )
+        results.append((model.logits(hidden), features))
+        start += size
+    logits, every = (np.concatenate(x, axis=1) for x in zip(*results, strict=True))
+    return logits, every
 
 
 def relative_error(ours: Any, theirs: Any) -> float:

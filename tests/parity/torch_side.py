@@ -54,6 +54,17 @@ GEMMA2 = {**GEMMA, "sliding_window": 12, "attn_logit_softcapping": 3.0, "layer_t
 
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
 LOCAL_EXPERTS = {"num_local_experts": 6, "num_experts_per_tok": 2}
+# layers with gated attention, and recurrent ones, which have more value heads than key heads
+QWEN35 = {
+    "head_dim": 16,
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 8,
+    **rope(1e7, partial_rotary_factor=0.5, mrope_section=[2, 1, 1], mrope_interleaved=True),
+}
 # mixtures of experts, each with other rules of their choice
 MIXTURES = {
     "qwen3_moe": (
@@ -133,6 +144,16 @@ MIXTURES = {
             "use_qk_norm": True,
             "head_dim": 16,
             **rope(1e6, partial_rotary_factor=0.5),
+        },
+    ),
+    "qwen3_5_moe": (
+        "Qwen3_5MoeTextConfig",
+        {
+            "shared_expert_intermediate_size": 24,
+            **EXPERTS,
+            **QWEN35,
+            "num_hidden_layers": 2,
+            "layer_types": ["linear_attention", "full_attention"],
         },
     ),
 }
@@ -238,6 +259,7 @@ FAMILIES = {
     "smollm3": ("SmolLM3Config", {"no_rope_layers": [1, 0, 1], **rope(2e6)}),
     "glm": ("GlmConfig", {"head_dim": 16, **rope(1e4, partial_rotary_factor=0.5)}),
     "glm4": ("Glm4Config", {"head_dim": 16, **rope(1e4, partial_rotary_factor=0.5)}),
+    "qwen3_5": ("Qwen3_5TextConfig", QWEN35),
     **MIXTURES,
     "cohere": ("CohereConfig", rope(1e4)),
     "cohere2": ("Cohere2Config", {"sliding_window": 12, **rope(1e4)}),
