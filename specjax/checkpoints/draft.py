@@ -22,9 +22,9 @@ from specjax.checkpoints.target import TargetCheckpoint, embedded_head, locate, 
 from specjax.checkpoints.tensors import FLOATS, TensorSource, open_directory
 from specjax.config import BlockConfig, DraftConfig, ModelConfig
 from specjax.json_file import Fields, Size
-from specjax.models.eagle import MtpHead, build_head
+from specjax.models.eagle import TargetModules, build_head
 from specjax.models.family import Modules
-from specjax.models.registry import FAMILIES, family_of
+from specjax.models.registry import FAMILIES, WRAPPERS, family_of
 
 
 @dataclass(frozen=True)
@@ -225,7 +225,7 @@ def _tokens(model: TargetCheckpoint) -> dict[int, str]:
 class MtpCheckpoint(Checkpoint[ModelConfig]):
     """The MTP modules that draft; all other tensors in their files are ignored."""
 
-    _network = MtpHead
+    _network = TargetModules
 
     def describe(self) -> str:
         config = self.config
@@ -252,12 +252,23 @@ class MtpCheckpoint(Checkpoint[ModelConfig]):
 
 def module_prefixes(source: TensorSource, config: Fields) -> tuple[str, ...]:
     """Prefixes of the tensors of all multi-token prediction modules in a checkpoint."""
-    family = FAMILIES.get(config.get("model_type", str, ""))
+    model_type = config.get("model_type", str, "")
+    family = FAMILIES.get(WRAPPERS.get(model_type, model_type))
     stored = Modules() if family is None else family.modules
     first = config.get("num_hidden_layers", Size, 0)
-    prefixes = (stored.prefix(first, i) for i in itertools.count())
+    numbers = itertools.count() if stored.is_numbered else range(1)
+    prefixes = (stored.prefix(first, i) for i in numbers)
     counted = itertools.takewhile(lambda at: any(x.startswith(at) for x in source.infos), prefixes)
     return tuple(counted)
+
+
+def has_modules(draft: str | os.PathLike[str] | None, target: TargetCheckpoint) -> bool:
+    """Whether a draft, or without one the target's own checkpoint, has such modules."""
+    path = target.path if draft is None else locate(draft, "draft")
+    described = path / "config.json"
+    if not described.is_file():
+        return False
+    return bool(module_prefixes(open_directory(path), Fields.read(described)))
 
 
 def open_mtp(
@@ -314,4 +325,4 @@ def open_mtp(
     sizes: Any = {"num_layers": num_modules, "windows": windows, "layer_ropes": ropes}
     sizes["first_layer"] = model.num_layers
     config = dataclasses.replace(model, rope_theta=theta, kv_exponents=(), **sizes)
-    return MtpCheckpoint(with_plain(config, lambda: source, MtpHead), path, lambda: source)
+    return MtpCheckpoint(with_plain(config, lambda: source, TargetModules), path, lambda: source)

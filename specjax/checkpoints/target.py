@@ -250,8 +250,7 @@ class TargetCheckpoint(Checkpoint[ModelConfig]):
         """Prefixes of the tensors of modules for multi-token prediction."""
         start, count = self.config.num_layers, getattr(self.config, "num_nextn_predict_layers", 0)
         stored = family_of(self.config).modules
-        if "{" not in stored.at:
-            return MTP_PREFIX, stored.at
+        count = count if stored.is_numbered else 1
         return MTP_PREFIX, *(stored.prefix(start, i) for i in range(count))
 
 

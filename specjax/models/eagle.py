@@ -217,32 +217,69 @@ class EagleHead(DraftHead):
 
     def store(self, embeds: Array, hidden: Array, positions: Array, kv: Any, store: Store) -> Any:
         x, rope = self._join(embeds, hidden), rope_tables(self.config.rope, positions)
-        return self.layers[0].attention.store(x, rope, kv, 0, store)
+        return self.layers[0].store(x, rope, kv, 0, store)
 
     def _join(self, embeds: Array, hidden: Array) -> Array:
         return self.fc(jnp.concatenate([embeds, hidden], axis=-1))
-
-
-def build_head(config: DraftConfig, implementation: str | None = None) -> Eagle3Head | EagleHead:
-    return (Eagle3Head if config.fuses_features else EagleHead)(config, implementation)
 
 
 class MtpModule(nnx.Module):
     """Two input norms, a projection of the joined inputs, a decoder layer and a final norm."""
 
     def __init__(self, config: ModelConfig, kind: LayerKind, at: str, stored: Modules) -> None:
-        size = config.hidden_size
-        norm = partial(RMSNorm, config, size)
+        size, self.is_token_first = config.hidden_size, stored.is_token_first
+        norm = partial(kind.norm, config, size)
         self.hidden_norm = norm(at + stored.hidden_norm)
         self.token_norm = norm(at + stored.token_norm)
         projection = Part(at + stored.projection, (size,))
         self.fc = Linear(2 * size, projection, bias=False, dtypes=config.dtypes)
-        self.layer = DecoderLayer(config, kind, at)
-        self.norm = norm(at + stored.norm, implementation=kind.implementation)
+        self.layer = DecoderLayer(config, kind, at + stored.layer)
+        self.norm = norm(at + stored.norm)
+
+    def join(self, embeds: Array, hidden: Array) -> Array:
+        """The input of the layer."""
+        inputs = [self.hidden_norm(hidden), self.token_norm(embeds)]
+        return self.fc(jnp.concatenate(inputs[:: -1 if self.is_token_first else 1], axis=-1))
+
+    def __call__(
+        self,
+        embeds: Array,
+        hidden: Array,
+        positions: Array,
+        kv: Any,
+        index: int,
+        attend: Attend,
+        **options: Any,
+    ) -> tuple[Array, Any]:
+        """Run the module over layer ``index`` of ``kv``; ``options`` are those of the layer."""
+        rope = rope_tables(self.layer.kind.rope, positions)
+        inputs = self.join(embeds, hidden), None, rope, kv, index, attend
+        _, x, delta, kv = self.layer(*inputs, **options)
+        return self.norm.add(x, delta)[1], kv
 
 
-class MtpHead(TargetVocabulary, nnx.Module):
-    """The modules for multi-token prediction; embeddings and output head are the target's.
+class TargetModules(TargetVocabulary, nnx.Module):
+    """Modules for multi-token prediction; embeddings and output head are the target's."""
+
+    def __init__(self, config: ModelConfig, implementation: str | None = None) -> None:
+        self.config = config
+        kinds, stored = layer_kinds(config, implementation), family_of(config).modules
+        self.modules = nnx.List(
+            MtpModule(config, kind, stored.prefix(config.first_layer, i), stored)
+            for i, kind in enumerate(kinds)
+        )
+
+    def embed(self, tokens: Array, target: CausalLM) -> Array:
+        """Embeddings ``[..., D]`` of token ids ``[...]``."""
+        return target.embedding(tokens)
+
+    def logits(self, hidden: Array, target: CausalLM) -> Array:
+        """Float32 logits ``[..., V]`` of states ``[..., D]`` from any module."""
+        return target.logits(hidden)
+
+
+class MtpHead(TargetModules):
+    """The modules for multi-token prediction, of which each drafts one token.
 
     To predict token ``i + k + 2``, module ``k`` reads the embedding of token ``i + k + 1`` and the
     state at token ``i``. The state comes from module ``k - 1``, or for module 0 from the target's
@@ -253,16 +290,6 @@ class MtpHead(TargetVocabulary, nnx.Module):
     Sources: DeepSeek-V3 (arXiv 2412.19437), the dense modules of MiMo-7B (arXiv 2505.07608), and
     the mixtures of GLM-4.5 (arXiv 2508.06471).
     """
-
-    def __init__(self, config: ModelConfig, implementation: str | None = None) -> None:
-        self.config = config
-        kinds = enumerate(layer_kinds(config, implementation))
-        stored = family_of(config).modules
-        self.is_token_first = stored.is_token_first
-        self.modules = nnx.List(
-            MtpModule(config, kind, stored.prefix(config.first_layer, i), stored)
-            for i, kind in kinds
-        )
 
     def __call__(
         self,
@@ -280,17 +307,42 @@ class MtpHead(TargetVocabulary, nnx.Module):
         ``by_token`` is what the layer may read of the tokens.
         """
         module = self.modules[index]
-        inputs = [module.hidden_norm(hidden), module.token_norm(embeds)]
-        x = jnp.concatenate(inputs[::-1] if self.is_token_first else inputs, axis=-1)
+        return module(embeds, hidden, positions, kv, index, attend, by_token=by_token)
+
+
+class NextnHead(TargetModules):
+    """One module that drafts all tokens: each pass reads the state that the last one returned.
+
+    It has the interface of EAGLE heads. The target's state is the one after its final norm, and the
+    module's the one after its own, as it was trained: Qwen3.5's only module is for several steps.
+    """
+
+    def fuse(self, features: Array) -> Array:
+        """Return the features, to which the module applies its norm."""
+        return features.astype(self.config.dtypes.activations)
+
+    def __call__(
+        self,
+        embeds: Array,
+        hidden: Array,
+        positions: Array,
+        kv: Any,
+        attend: Attend,
+        row: Array | None = None,
+    ) -> tuple[Array, Any]:
+        """Run the module once; logits and the next step both read the returned states."""
+        return self.modules[0](embeds, hidden, positions, kv, 0, attend, row=row)
+
+    def store(self, embeds: Array, hidden: Array, positions: Array, kv: Any, store: Store) -> Any:
+        module: MtpModule = self.modules[0]
         rope = rope_tables(module.layer.kind.rope, positions)
-        layer = partial(module.layer, by_token=by_token)
-        _, x, delta, kv = layer(module.fc(x), None, rope, kv, index, attend)
-        return module.norm.add(x, delta)[1], kv
+        return module.layer.store(module.join(embeds, hidden), rope, kv, 0, store)
 
-    def embed(self, tokens: Array, target: CausalLM) -> Array:
-        """Embeddings ``[..., D]`` of token ids ``[...]``."""
-        return target.embedding(tokens)
 
-    def logits(self, hidden: Array, target: CausalLM) -> Array:
-        """Float32 logits ``[..., V]`` of states ``[..., D]`` from any module."""
-        return target.logits(hidden)
+def build_head(
+    config: DraftConfig | ModelConfig, implementation: str | None = None
+) -> Eagle3Head | EagleHead | NextnHead:
+    """The network of an EAGLE head, or with a target's configuration that of its module."""
+    if isinstance(config, ModelConfig):
+        return NextnHead(config, implementation)
+    return (Eagle3Head if config.fuses_features else EagleHead)(config, implementation)

@@ -67,6 +67,10 @@ class Modules:
     # tensors that repeat the target's embeddings and its output head
     copies: tuple[str, str] | None = None
 
+    @property
+    def is_numbered(self) -> bool:
+        return "{" in self.at
+
     def prefix(self, first_layer: int, index: int) -> str:
         """The prefix of a module's tensors. ``first_layer`` is the layer number of module 0."""
         return self.at.format(index=index, layer=first_layer + index)

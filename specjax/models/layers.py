@@ -467,6 +467,10 @@ class DecoderLayer(nnx.Module):
         middle, normed = _add_norm(self.post_attention_norm, pick_row(x, row), mixed)
         return x, middle, self._output(self.mlp_output_norm, x, self.mlp(normed, by_token)), kv
 
+    def store(self, x: Array, rope: RopeTables, kv: Any, layer: int, store: Store) -> Any:
+        """Store the keys and values of ``x [B, T, D]``; return the updated kv."""
+        return self.attention.store(_add_norm(self.input_norm, x, None)[1], rope, kv, layer, store)
+
     def _output(self, norm: RMSNorm | None, x: Array, delta: Array) -> Array:
         """The value that a block adds to ``x``."""
         delta = delta if norm is None else norm(whole(delta, x.ndim, x.dtype))

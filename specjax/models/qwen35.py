@@ -128,7 +128,7 @@ _DEFAULTS = {
 }
 _MODULES = Modules(
     at="mtp.",
-    layer="layers.{index}.",
+    layer="layers.0.",
     hidden_norm="pre_fc_norm_hidden",
     token_norm="pre_fc_norm_embedding",
     projection="fc",

@@ -1,5 +1,7 @@
 """EAGLE-1/2 and EAGLE-3: a draft of one or a few layers that reads features of the target.
 
+A module for multi-token prediction in the target's checkpoint (SGLang's NEXTN) is such a draft.
+
 Positions and alignment: the draft's KV index ``i`` holds the pair (target feature of token ``i``,
 token ``i + 1``), so the first recurrent draft pass runs at position ``seq_len``
 (``docs/how_it_works.md`` has an example). In a P-EAGLE head, mask tokens with constant features,
@@ -13,7 +15,13 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from specjax.checkpoints.draft import DraftCheckpoint, open_draft
+from specjax.checkpoints.draft import (
+    DraftCheckpoint,
+    MtpCheckpoint,
+    has_modules,
+    open_draft,
+    open_mtp,
+)
 from specjax.checkpoints.target import TargetCheckpoint
 from specjax.config import DraftConfig
 from specjax.models.eagle import Eagle3Head, build_head
@@ -47,13 +55,19 @@ class Eagle(NetworkAlgorithm):
 
     def open_draft(
         self, args: Any, target: TargetCheckpoint, draft: Any
-    ) -> tuple[DraftCheckpoint, ...]:
-        """Open the checkpoint that ``draft`` names, or else the target's default draft."""
-        theta = args.draft_rope_theta
+    ) -> tuple[DraftCheckpoint | MtpCheckpoint, ...]:
+        """Open the checkpoint that ``draft`` names, or else the target's default draft.
+
+        Of a checkpoint with modules for multi-token prediction, EAGLE opens the first one.
+        """
+        theta, topk = args.draft_rope_theta, args.speculative_eagle_topk
+        if self.checkpoint_format == "eagle-1" and has_modules(draft, target):
+            module = open_mtp(draft, target, num_modules=1, rope_theta=theta)
+            check_topk(topk, module.config.vocab_size)
+            return (module,)
         opened = open_draft(
             draft, target, checkpoint_format=self.checkpoint_format, rope_theta=theta
         )
-        topk = args.speculative_eagle_topk
         check_topk(topk, opened.config.draft_vocab_size)
         if topk > 1 and opened.config.mask_token_id is not None:
             raise ValueError(
