@@ -115,7 +115,7 @@ def floor_bytes(
     """Return the number of bytes that a round must read if contexts have these lengths in tokens.
 
     A layer with a window reads only the last keys of a context, and one with experts those of
-    ``experts`` of them.
+    ``experts`` of them. States of recurrent layers are read and written, with drafts read twice.
     """
     nets = engine.runner.networks
     share = 1.0 if experts is None else experts / getattr(nets.target_config, "num_experts", 1)
@@ -123,6 +123,8 @@ def floor_bytes(
     def read(flat: Any, config: Any) -> int:
         pool = kv_pool(config, 1)
         windows = getattr(config, "windows", ()) or [0] * config.num_layers
+        if flat.caches:
+            windows = [x.window or 0 for x in flat.caches if x.per_token is not None]
         keys = sum(min(length, window or length) for window in windows for length in lengths)
         return keys * pool.size * pool.dtype.itemsize // config.num_layers + sum(
             int((share if _EXPERTS.search(name) else 1) * leaf.size * dtype_bits(leaf.dtype)) // 8
@@ -131,7 +133,10 @@ def floor_bytes(
             if not name.endswith("embedding.table") or nets.target_config.tie_word_embeddings
         )
 
-    total = read(nets.target, nets.target_config)
+    states = [x for cache in nets.target.caches for x in cache.per_request]
+    passes = len(lengths) * (3 if steps else 2)
+    total = passes * sum(x.size * x.dtype.itemsize for x in states)
+    total += read(nets.target, nets.target_config)
     if not isinstance(nets.draft_config, BlockConfig):
         # read by steps - 1 recurrent passes and by the extend pass
         return total + (steps * read(nets.draft, nets.draft_config) if steps else 0)

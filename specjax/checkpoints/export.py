@@ -23,7 +23,7 @@ from specjax.checks import check_integer, check_regular
 from specjax.config import BlockConfig, DraftConfig, ModelConfig, Quantization, TransformerConfig
 from specjax.models.block import BlockDraft
 from specjax.models.declare import Recipes
-from specjax.models.eagle import build_head
+from specjax.models.eagle import TargetModules, build_head
 from specjax.models.flat import recipes_of
 
 # published name of a setting -> our name
@@ -44,8 +44,12 @@ _PUBLISHED = {
         *("max_position_embeddings", "norm_before_residual", "norm_before_fc", "mask_token_id"),
     )
 }
-# settings of mixtures of experts, which have their published names
-_EXPERTS = "num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"
+# settings of mixtures of experts and of recurrent layers, which have their published names
+_SAME = (
+    *("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"),
+    *("shared_expert_intermediate_size", "linear_num_key_heads", "linear_num_value_heads"),
+    *("linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim"),
+)
 # of mixtures of experts: they stay whole
 _ROUTERS = (r"re:.*\.(mlp|block_sparse_moe)\.(gate|shared_expert_gate|router\.layer)$",)
 
@@ -143,9 +147,16 @@ def export_fp8(
     _write_shards(directory, tensors, max_shard_bytes)
 
 
-def write_zeros(directory: Path, config: DraftConfig | BlockConfig) -> None:
-    """Write a draft whose weights are all zero, in a sparse file that takes no space on disk."""
-    recipes, _, text = _published_draft(directory, config)
+def write_zeros(directory: Path, config: DraftConfig | BlockConfig | ModelConfig) -> None:
+    """Write a draft whose weights are all zero, in a sparse file that takes no space on disk.
+
+    With the configuration of a target's module, it is a target of which only the module is there.
+    """
+    if isinstance(config, ModelConfig):
+        target = dataclasses.replace(config, num_layers=config.first_layer)
+        recipes, text = recipes_of(TargetModules, config), json.dumps(published_target(target))
+    else:
+        recipes, _, text = _published_draft(directory, config)
     header, end = {}, 0
     for tensor in (x for recipe in recipes.values() for x in recipe.parts):
         start, end = end, end + 2 * math.prod(tensor.shape)
@@ -200,7 +211,7 @@ def published_target(config: ModelConfig) -> dict[str, Any]:
     values = dataclasses.asdict(config)
     return {
         **{name: values[ours] for name, ours in _PUBLISHED.items() if ours in values},
-        **{name: values[name] for name in _EXPERTS if name in values},
+        **{name: values[name] for name in _SAME if name in values},
         "model_type": config.model_type,
         "tie_word_embeddings": config.tie_word_embeddings,
         "eos_token_id": list(config.eos_token_ids),

@@ -9,6 +9,7 @@ from specjax.checkpoints.block import DFLASH_SPECULATORS, DSPARK_SPECULATORS
 from specjax.checkpoints.export import published_target, write_zeros
 from specjax.config import BlockConfig, DraftConfig, ModelConfig, RopeScaling
 from specjax.models.experts import MixtureConfig
+from specjax.models.qwen35 import Qwen35Config, Qwen35MoeConfig
 
 _LLAMA31_8B: dict[str, Any] = {
     "vocab_size": 128256,
@@ -70,6 +71,42 @@ QWEN3_8B_DSPARK = dataclasses.replace(
     has_confidence_head=True,
     confidence_with_markov=True,
 )
+_QWEN35_9B: dict[str, Any] = _QWEN3_8B | {
+    "vocab_size": 248320,
+    "num_heads": 16,
+    "num_kv_heads": 4,
+    "head_dim": 256,
+    "rotary_dim": 64,
+    "rope_theta": 1e7,
+    "max_position_embeddings": 262144,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+}
+_QWEN35_27B: dict[str, Any] = _QWEN35_9B | {
+    "hidden_size": 5120,
+    "intermediate_size": 17408,
+    "num_heads": 24,
+    "linear_num_value_heads": 48,
+}
+_QWEN35_35B: dict[str, Any] = _QWEN35_9B | {
+    "hidden_size": 2048,
+    "intermediate_size": 512,
+    "num_kv_heads": 2,
+    "num_experts": 256,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "has_shared_expert_gate": True,
+}
+
+
+def _with_module(kind: type[Qwen35Config], name: str, count: int, sizes: dict[str, Any]) -> Any:
+    """A Qwen3.5 of ``count`` layers, and the module that drafts for it."""
+    linear = tuple(i for i in range(count) if (i + 1) % 4)
+    model = kind(model_type=name, num_layers=count, linear_layers=linear, **sizes)
+    return model, dataclasses.replace(model, num_layers=1, first_layer=count)
 
 
 def _eagle3(model: ModelConfig, sizes: dict[str, Any]) -> DraftConfig:
@@ -83,12 +120,15 @@ def _eagle3(model: ModelConfig, sizes: dict[str, Any]) -> DraftConfig:
     )
 
 
-PRESETS: dict[str, tuple[ModelConfig, DraftConfig | BlockConfig]] = {
+PRESETS: dict[str, tuple[ModelConfig, DraftConfig | BlockConfig | ModelConfig]] = {
     "llama3.1-8b": (LLAMA31_8B, _eagle3(LLAMA31_8B, _LLAMA31_8B)),
     "qwen3-8b": (QWEN3_8B, _eagle3(QWEN3_8B, _QWEN3_8B)),
     "qwen3-30b-a3b": (QWEN3_30B_A3B, _eagle3(QWEN3_30B_A3B, _QWEN3_30B)),
     "qwen3-8b-dflash-b16": (QWEN3_8B, QWEN3_8B_DFLASH),
     "qwen3-8b-dspark-b7": (QWEN3_8B, QWEN3_8B_DSPARK),
+    "qwen3.5-9b": _with_module(Qwen35Config, "qwen3_5_text", 32, _QWEN35_9B),
+    "qwen3.5-27b": _with_module(Qwen35Config, "qwen3_5_text", 64, _QWEN35_27B),
+    "qwen3.5-35b-a3b": _with_module(Qwen35MoeConfig, "qwen3_5_moe_text", 40, _QWEN35_35B),
 }
 
 
@@ -97,8 +137,9 @@ _ALGORITHMS = {"qwen3-8b-dflash-b16": "DFLASH", "qwen3-8b-dspark-b7": "DSPARK"}
 
 
 def preset_algorithm(name: str | None) -> str | None:
-    """Return the algorithm for a preset's block drafter; ``None`` if it has another draft."""
-    return _ALGORITHMS.get(name or "")
+    """Return the algorithm of a preset's draft; ``None`` if it is an EAGLE-3 head."""
+    is_module = name in PRESETS and isinstance(PRESETS[name][1], ModelConfig)
+    return "EAGLE" if is_module else _ALGORITHMS.get(name or "")
 
 
 def write_preset(name: str, folder: Path) -> tuple[Path, Path]:

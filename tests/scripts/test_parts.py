@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from specjax.checkpoints.presets import PRESETS
 from specjax.cli.options import engine_arguments
 from specjax.engine import plan
 from specjax.engine.args import EngineArgs
@@ -404,7 +405,7 @@ def test_layers_with_experts_read_only_the_chosen_ones() -> None:
 
 
 def test_layers_with_a_window_read_only_the_last_keys() -> None:
-    empty = SimpleNamespace(names=(), abstract=())
+    empty = SimpleNamespace(names=(), abstract=(), caches=())
     draft = dataclasses.replace(HEAD, windows=(16,))
     for windows, keys in (((), 2 * (100 + 20)), ((0, 32), 100 + 20 + 32 + 20)):
         target = dataclasses.replace(CONFIG, windows=windows)
@@ -414,6 +415,18 @@ def test_layers_with_a_window_read_only_the_last_keys() -> None:
         assert rounds.floor_bytes(engine, 0, [100, 20]) == keys * each
         read = keys + 3 * (16 + 16)  # heads of target and draft have equal sizes
         assert rounds.floor_bytes(engine, 3, [100, 20]) == read * each
+
+
+def test_states_are_read_and_written() -> None:
+    """A round with drafts verifies from the states, and then reads and writes them once."""
+    target, _ = PRESETS["qwen3.5-9b"]
+    nets = algorithm_of(None).networks(target)
+    engine = SimpleNamespace(runner=SimpleNamespace(networks=nets))
+    of_request = 24 * (4 * 32 * 128 * 128 + 2 * 3 * 8192)
+    keys = 8 * 2 * 4 * 256 * 2
+    one, two = (rounds.floor_bytes(engine, 0, lengths) for lengths in ([100], [100, 100]))
+    assert two - one == 2 * of_request + 100 * keys
+    assert one - 2 * of_request - 100 * keys == pytest.approx(15.873e9, rel=1e-4)
 
 
 def test_launches_per_round() -> None:
