@@ -14,7 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.config import ModelConfig
+from specjax.kernels.delta_inputs import RequestRows
 from specjax.kernels.draw_tokens import position_noise
+from specjax.kv.recurrent import abstract_pool, recur_in_order
 from specjax.models.decoder import CausalLM
 from specjax.models.flat import FlatModel, Weights
 from specjax.models.layers import dense_attention, rotated
@@ -77,11 +79,18 @@ class Output:
 def _dense_function(config: ModelConfig) -> Callable[..., jax.Array]:
     flat = FlatModel.of(partial(CausalLM, config))
     positions = jnp.arange(WIDTH, dtype=jnp.int32)[None]
+    pool = abstract_pool(flat.caches, 2)
+    rows = RequestRows(*(jnp.array([x], jnp.int32) for x in (1, -1, 0, WIDTH)))
 
     @jax.jit
     def logits(weights: Weights, tokens: jax.Array) -> jax.Array:
         model = flat.rebuild(weights)
-        return model.logits(model(tokens, positions, None, dense_attend)[0])[0]
+        inputs: Any = None, dense_attend
+        if pool is not None:  # states from zeros, row by row
+            recur = recur_in_order(rows, WIDTH, pool.num_taps, group=1, implementation="xla")
+            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), pool)
+            inputs = (None, zeros), (dense_attend, recur)
+        return model.logits(model(tokens, positions, *inputs)[0])[0]
 
     return logits
 

@@ -6,16 +6,12 @@ from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from specjax.kernels.delta_inputs import RequestRows
-from specjax.kernels.delta_rule import DeltaPool
 
-from specjax.kv.recurrent import check_networks, recur_in_order
+from specjax.kv.recurrent import check_networks
 from specjax.models import registry
-from specjax.models.declare import request_shapes
 from specjax.models.decoder import CausalLM
 from specjax.models.family import alike
 from specjax.models.flat import FlatModel
@@ -24,7 +20,7 @@ from specjax.runtime.runner_config import memory_needs
 from specjax.sampling.params import SamplingParams
 from specjax.speculative.algorithm import SpeculativeAlgorithm
 from specjax.speculative.ngram import CorpusConfig, sort_corpus
-from specjax.testing.dense import dense_attend
+from specjax.testing.dense import Job, dense_decode
 from specjax.testing.models import SIZES, TARGET, random_weights
 from specjax.types import DraftShape
 
@@ -86,31 +82,9 @@ def target() -> tuple[FlatModel[CausalLM], Any]:
 
 
 @cache
-def dense_function(width: int) -> Any:
-    flat, _ = target()
-    rows = RequestRows(*(jnp.array([x], jnp.int32) for x in (1, -1, 0, width)))
-
-    @jax.jit
-    def logits(weights: Any, tokens: Any, last: Any) -> Any:
-        model = flat.rebuild(weights)
-        recur = recur_in_order(rows, width, 4, group=1, implementation="xla")
-        pool = DeltaPool(*(jnp.zeros(x.shape, x.dtype) for x in request_shapes(flat.caches, 2)))
-        positions = jnp.arange(width, dtype=jnp.int32)[None]
-        hidden, _, _ = model(tokens[None], positions, (None, pool), (dense_attend, recur))
-        return model.logits(hidden[0, last])
-
-    return logits
-
-
-@cache
 def dense_text(prompt: tuple[int, ...]) -> list[int]:
     """A greedy text, with one pass over all tokens for each token."""
-    width = next(width for width in (80, WIDTH) if len(prompt) + COUNT <= width)
-    text = np.zeros(width, np.int32)
-    text[: len(prompt)] = prompt
-    for end in range(len(prompt), len(prompt) + COUNT):
-        text[end] = int(jnp.argmax(dense_function(width)(target()[1], text, end - 1)))
-    return text[len(prompt) : len(prompt) + COUNT].tolist()
+    return dense_decode(target()[1], Job(prompt=prompt, params=GREEDY), CONFIG).tokens
 
 
 @cache
