@@ -181,7 +181,7 @@ def settings_of(info: Mapping[str, Any]) -> dict[str, Any]:
         "model": Path(info["model_path"]).name,
         **{name: info[name] for name in SIZES},
         "speculative_num_steps": state.get("speculative_num_steps", 0),
-        "planned_gb": sum(memory[name] for name in ("weight", "kvcache", "temporary")),
+        "planned_gb": sum(memory[name] for name in ("weight", "states", "kvcache", "temporary")),
     }
 
 

@@ -50,8 +50,11 @@ _SAME = (
     *("shared_expert_intermediate_size", "linear_num_key_heads", "linear_num_value_heads"),
     *("linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim"),
 )
-# of mixtures of experts: they stay whole
-_ROUTERS = (r"re:.*\.(mlp|block_sparse_moe)\.(gate|shared_expert_gate|router\.layer)$",)
+# routers of experts, and rates of recurrent layers: they stay whole
+_WHOLE = (
+    r"re:.*\.(mlp|block_sparse_moe)\.(gate|shared_expert_gate|router\.layer)$",
+    r"re:.*\.linear_attn\.in_proj_[ab]$",
+)
 
 
 def export_draft(
@@ -137,7 +140,7 @@ def export_fp8(
         "format": "float-quantized",
         "quantization_status": "compressed",
         "config_groups": {"group_0": scheme},
-        "ignore": ["lm_head", *(f"re:{re.escape(x)}.*" for x in target.modules), *_ROUTERS],
+        "ignore": ["lm_head", *(f"re:{re.escape(x)}.*" for x in target.modules), *_WHOLE],
     }
     directory.mkdir(parents=True, exist_ok=True)
     for file in copied:

@@ -14,7 +14,7 @@ from specjax.kernels import kv_format
 from specjax.kv.holding import KVWrites
 from specjax.kv.recurrent import check_networks
 from specjax.models import experts, registry
-from specjax.models.declare import pool_windows, request_layers
+from specjax.models.declare import pool_windows, request_layers, request_shapes
 from specjax.models.flat import Networks
 from specjax.models.placement import Placement
 from specjax.runtime import runner_config as sizing
@@ -50,6 +50,12 @@ class EnginePlan:
     def kv_bytes(self) -> int:
         tokens = self.config.num_pages * self.config.page_size
         return tokens * self.needs.token_bytes + self.needs.window_bytes
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the states of recurrent layers, which ``needs`` counts as weights."""
+        shapes = request_shapes(self.networks.target.caches, self.config.num_slots)
+        return sum(x.size * x.dtype.itemsize for x in shapes)
 
     @property
     def has_trained_draft(self) -> bool:
@@ -97,6 +103,7 @@ class EnginePlan:
                 f"{largest.nodes} tokens verified per round"
             )
         kind, windows = self.networks.placement.device.device_kind, ""
+        states = f", states {self.state_bytes / 1e9:.2f} GB" if self.state_bytes else ""
         kv = "" if self.args.kv_cache_dtype == "auto" else f" of {self.args.kv_cache_dtype}"
         if tokens := config.max_window_tokens:
             windows = f", and {tokens // config.page_size} pages for layers with a window"
@@ -106,7 +113,8 @@ class EnginePlan:
             f"context length {self.context_length} tokens, up to {config.num_slots - 1} running "
             f"requests, batch buckets {list(config.batch_buckets)}",
             f"{target.name} ({target.matrices}) on {kind}: weights "
-            f"{self.needs.weight_bytes / 1e9:.2f} GB, KV {self.kv_bytes / 1e9:.2f} GB{kv}: "
+            f"{(self.needs.weight_bytes - self.state_bytes) / 1e9:.2f} GB{states}, KV "
+            f"{self.kv_bytes / 1e9:.2f} GB{kv}: "
             f"{config.num_pages - 1} pages of {config.page_size} tokens, {config.max_total_tokens} "
             f"tokens{windows}",
         ]

@@ -18,7 +18,7 @@ from specjax.models.decoder import CausalLM
 from specjax.models.flat import FlatModel
 from specjax.testing import letter_tokenizer, random_weights
 from specjax.testing.files import CONFIG, HEAD, write_folder
-from specjax.testing.models import copying_target
+from specjax.testing.models import PERTURBATION, copying_target
 from specjax.text.tokenizer import Tokenizer
 
 BLOCK = BlockConfig(
@@ -172,3 +172,50 @@ def write_mixture(path: Path) -> dict[str, np.ndarray]:
     tensors = {part.name: rng.normal(size=part.shape).astype(np.float32) for part in parts}
     write_folder(path, MIXTURE, tensors)
     return tensors
+
+
+DELTA_HEADS = {"num_key_heads": 2, "num_value_heads": 4, "key_head_dim": 16, "value_head_dim": 16}
+
+
+def write_hybrid(path: Path, target: Path) -> Path:
+    """Write the copying target with a recurrent layer, gates, and a layer that drafts.
+
+    Half of the heads keep a state for hundreds of tokens. The draft layer normalises the last
+    token's embedding, and adds the target's attention to it.
+    """
+    config, tensors = read_folder(target)
+    config |= {"model_type": "qwen3_5_text", "architectures": ["Qwen3_5ForCausalLM"]}
+    config |= {f"linear_{name}": value for name, value in DELTA_HEADS.items()}
+    config |= {"layer_types": ["linear_attention", "full_attention"]}
+    config |= {"partial_rotary_factor": 0.5}
+    rng, size, dim = np.random.default_rng(3), CONFIG.hidden_size, CONFIG.head_dim
+
+    def random(*shape: int, scale: float = 1.0) -> np.ndarray:
+        return (scale * rng.normal(size=shape) * shape[-1] ** -0.5).astype(np.float32)
+
+    # norms add 1 to the stored scale
+    named = {x: y - 1 if "norm" in x else y for x, y in tensors.items()}
+    named = {x: y for x, y in named.items() if not x.startswith("model.layers.0.self_attn.")}
+    at, channels, values = "model.layers.0.linear_attn.", 2 * 2 * 16 + 4 * 16, 4 * 16
+    named |= {
+        f"{at}in_proj_qkv.weight": random(channels, size),
+        f"{at}in_proj_z.weight": random(values, size),
+        f"{at}in_proj_a.weight": random(4, size),
+        f"{at}in_proj_b.weight": random(4, size),
+        f"{at}conv1d.weight": random(channels, 1, 4),
+        f"{at}A_log": random(4),
+        f"{at}dt_bias": np.array([-6, -5, -1, 1], np.float32),
+        f"{at}norm.weight": np.ones(16, np.float32),
+        f"{at}out_proj.weight": random(size, values, scale=8 * PERTURBATION),
+    }
+    at = "model.layers.1.self_attn."
+    queries = tensors[f"{at}q_proj.weight"].reshape(-1, dim, size)
+    both = np.concatenate([queries, random(*queries.shape, scale=3.0)], axis=1)
+    named[f"{at}q_proj.weight"] = both.reshape(-1, size)
+    named |= {f"{at}{x}_norm.weight": np.zeros(dim, np.float32) for x in "qk"}
+    module = {x: y for x, y in named.items() if x.startswith("model.layers.1.")}
+    named |= {x.replace("model.layers.1.", "mtp.layers.0."): y for x, y in module.items()}
+    named["mtp.fc.weight"] = np.eye(size, 2 * size, dtype=np.float32)
+    norms = "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"
+    named |= {f"mtp.{name}.weight": np.zeros(size, np.float32) for name in norms}
+    return write_folder(path, config, named, letter_tokenizer())

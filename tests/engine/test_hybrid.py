@@ -1,0 +1,65 @@
+"""Engines for models with recurrent layers: plans, refusals and weights."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from specjax.checkpoints import export_fp8, open_target
+from specjax.engine.args import EngineArgs
+from specjax.engine.plan import plan_engine
+from specjax.engine.weights import weights_from_tensors
+
+from ..support.model_files import read_folder, write_hybrid
+
+NEXTN = {"speculative_algorithm": "NEXTN", "speculative_num_steps": 3}
+
+
+@pytest.fixture(scope="module")
+def hybrid(files: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_hybrid(tmp_path_factory.mktemp("hybrid") / "model", files.target)
+
+
+def planned(path: Path, **options: Any) -> Any:
+    return plan_engine(EngineArgs(model=path, max_running_requests=4, **options))
+
+
+def test_a_plan_states_the_memory_of_states(hybrid: Path) -> None:
+    plan = planned(hybrid, **NEXTN, dtype="float32")
+    # four slots and that of padding, each with the state and the window of one layer
+    assert plan.state_bytes == 5 * 4 * (4 * 16 * 16 + 3 * 128)
+    draft, drafting, _, sizes = plan.describe()
+    assert draft.startswith("draft: 1 multi-token prediction modules")
+    assert drafting.startswith("EAGLE: 3 drafted tokens per round")
+    assert ", states 0.00 GB, KV" in sizes
+
+
+def test_what_engines_refuse(hybrid: Path, files: Any) -> None:
+    model = {"speculative_algorithm": "STANDALONE", "draft": hybrid}
+    with pytest.raises(ValueError, match=r"draft=.* has recurrent layers, whose states cannot"):
+        planned(files.target, **model)
+    with pytest.raises(ValueError, match="disaggregation_mode='prefill' does not support"):
+        planned(hybrid, disaggregation_mode="prefill")
+    with pytest.raises(ValueError, match="speculative_num_draft_tokens=17 must be at most 16"):
+        planned(hybrid, **NEXTN | {"speculative_num_steps": 16})
+    with pytest.raises(ValueError, match="draft=None, but model="):
+        planned(files.target, **NEXTN)
+    with pytest.raises(ValueError, match=r"has 1; lower it .* or set .*'NEXTN'"):
+        planned(hybrid, **NEXTN | {"speculative_algorithm": "MULTI_LAYER_EAGLE"})
+
+
+def test_fp8_files_leave_rates_whole(hybrid: Path, tmp_path: Path) -> None:
+    """They give the weights that quantising on load gives; the draft layer stays whole."""
+    export_fp8(tmp_path / "fp8", hybrid)
+    opened = open_target(str(tmp_path / "fp8"), dtype="float32")
+    opened.check_weights()
+    assert opened.config.quantization is not None
+    assert opened.config.quantization.plain == ("lm_head",)
+    found = opened.load_weights()
+    plan = planned(hybrid, dtype="float32", quantization="fp8")
+    expected, _ = weights_from_tensors(plan, read_folder(hybrid)[1], draft=False)
+    assert found["layers.0.attention.products.kernel"].dtype == np.float32
+    for name, weight in found.items():
+        if not name.startswith("lm_head"):
+            np.testing.assert_array_equal(np.float32(weight), np.float32(expected[name]))
