@@ -307,7 +307,8 @@ def open_mtp(
     if num_modules > count:
         raise ValueError(
             f"speculative_num_steps={num_modules} needs {num_modules} modules, but {path} has "
-            f"{count}; lower it (with adaptive speculation, candidate_steps) to {count}"
+            f"{count}; lower it (with adaptive speculation, candidate_steps) to {count}, or set "
+            "speculative_algorithm='NEXTN', which drafts all tokens with the first module"
         )
     check_pair(path / "config.json", model.vocab_size, model.hidden_size, target.config)
     theta = model.rope_theta if rope_theta is None else rope_theta

@@ -17,6 +17,7 @@ from specjax.checkpoints.tensors import TensorSource, open_directory
 from specjax.config import FeatureConfig, ModelConfig
 from specjax.json_file import Fields, Size
 from specjax.models.experts import MixtureConfig
+from specjax.models.registry import family_of
 from specjax.speculative.block import DFLASH, DSPARK
 from specjax.speculative.eagle import EAGLE, EAGLE3
 from specjax.speculative.multi_layer_eagle import MULTI_LAYER_EAGLE
@@ -108,7 +109,9 @@ def _open(path: Path, target: TargetCheckpoint | None) -> Opened:
     if modules := module_prefixes(source, fields):
         pair = target or open_target(path, knob="draft")
         opened = open_mtp(path, pair, num_modules=len(modules))
-        return opened, MULTI_LAYER_EAGLE.name, "multi-token prediction modules"
+        has_several = family_of(opened.config).modules.is_numbered
+        algorithm = (MULTI_LAYER_EAGLE if has_several else EAGLE).name
+        return opened, algorithm, "multi-token prediction modules"
     kinds = map(fields.values.get, ("architectures", "speculators_model_type"))
     # open_block names missing tensors, and refuses a model with pard_token
     if (

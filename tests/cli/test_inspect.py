@@ -21,6 +21,7 @@ from ..support.checkpoint_files import write_glm
 from ..support.model_files import (
     write_draft_model,
     write_eagle_head,
+    write_hybrid,
     write_mixture,
     write_modules,
 )
@@ -117,6 +118,12 @@ def test_modules_after_the_layers(tmp_path: Path, capsys: Any) -> None:
     status, facts = inspect(capsys, write_glm(tmp_path / "glm"))
     assert (status, facts["algorithm"]) == (0, "MULTI_LAYER_EAGLE")
     assert facts["layers"] == "1 of width 32"
+
+
+def test_a_layer_that_drafts_all_tokens(target: Path, tmp_path: Path, capsys: Any) -> None:
+    path = write_hybrid(tmp_path / "hybrid", target)
+    status, facts = inspect(capsys, path, "--model", path)
+    assert (status, facts["algorithm"], facts[f"fits {path}"]) == (0, "EAGLE", "yes")
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ transformers = pytest.importorskip("transformers")
 
 from safetensors.numpy import load_file, save_file  # noqa: E402
 
+from specjax import Engine  # noqa: E402
 from specjax.checkpoints import open_target  # noqa: E402
 
 from .jax_side import build_target, relative_error, run_target  # noqa: E402
@@ -67,3 +68,31 @@ def test_text_of_a_multimodal_file(is_tied: bool, tmp_path: Path) -> None:
     tokens = np.random.default_rng(7).integers(0, 131, (1, 30))
     ours, _ = run_target(build_target(checkpoint), tokens)
     assert relative_error(ours, run_model(model, tokens)[0]) <= TOLERANCE
+
+
+PROMPT, COUNT = 90, 150
+
+
+@pytest.mark.slow
+def test_greedy_texts(tmp_path: Path) -> None:
+    """Texts of 150 tokens, after a prompt in chunks of 64, 37 and 1 tokens."""
+    model, path = long_model(), save(long_model(), tmp_path / "model")
+    prompt = np.random.default_rng(5).integers(3, 131, (1, PROMPT))
+    length = {"max_new_tokens": COUNT, "min_new_tokens": COUNT}
+    theirs = model.generate(torch.from_numpy(prompt), do_sample=False, **length)
+    # a minimum length bans the end of a text
+    params = {"temperature": 0.0, "ignore_eos": True, "logit_bias": {2: -100.0}, **length}
+    for size in (64, 37, 1):
+        with Engine(
+            str(path),
+            dtype="float32",
+            speculative_algorithm="NGRAM",
+            speculative_num_draft_tokens=6,
+            skip_tokenizer_init=True,
+            max_running_requests=1,
+            batch_buckets=(1,),
+            chunked_prefill_size=size,
+            compile_on_use=True,
+        ) as engine:
+            output = engine.generate(input_ids=prompt[0].tolist(), sampling_params=params)
+        assert output["output_ids"] == theirs[0, PROMPT:].tolist()
