@@ -22,7 +22,7 @@ from specjax.checkpoints.target import TargetCheckpoint, embedded_head, locate, 
 from specjax.checkpoints.tensors import FLOATS, TensorSource, open_directory
 from specjax.config import BlockConfig, DraftConfig, ModelConfig
 from specjax.json_file import Fields, Size
-from specjax.models.eagle import TargetModules, build_head
+from specjax.models.eagle import MtpHead, build_head
 from specjax.models.family import Modules
 from specjax.models.registry import FAMILIES, WRAPPERS, family_of
 
@@ -225,7 +225,7 @@ def _tokens(model: TargetCheckpoint) -> dict[int, str]:
 class MtpCheckpoint(Checkpoint[ModelConfig]):
     """The MTP modules that draft; all other tensors in their files are ignored."""
 
-    _network = TargetModules
+    _network = MtpHead
 
     def describe(self) -> str:
         config = self.config
@@ -326,4 +326,4 @@ def open_mtp(
     sizes: Any = {"num_layers": num_modules, "windows": windows, "layer_ropes": ropes}
     sizes["first_layer"] = model.num_layers
     config = dataclasses.replace(model, rope_theta=theta, kv_exponents=(), **sizes)
-    return MtpCheckpoint(with_plain(config, lambda: source, TargetModules), path, lambda: source)
+    return MtpCheckpoint(with_plain(config, lambda: source, MtpHead), path, lambda: source)

@@ -23,7 +23,7 @@ from specjax.checks import check_integer, check_regular
 from specjax.config import BlockConfig, DraftConfig, ModelConfig, Quantization, TransformerConfig
 from specjax.models.block import BlockDraft
 from specjax.models.declare import Recipes
-from specjax.models.eagle import TargetModules, build_head
+from specjax.models.eagle import MtpHead, build_head
 from specjax.models.flat import recipes_of
 
 # published name of a setting -> our name
@@ -157,7 +157,7 @@ def write_zeros(directory: Path, config: DraftConfig | BlockConfig | ModelConfig
     """
     if isinstance(config, ModelConfig):
         target = dataclasses.replace(config, num_layers=config.first_layer)
-        recipes, text = recipes_of(TargetModules, config), json.dumps(published_target(target))
+        recipes, text = recipes_of(MtpHead, config), json.dumps(published_target(target))
     else:
         recipes, _, text = _published_draft(directory, config)
     header, end = {}, 0

@@ -9,7 +9,7 @@ from specjax.checkpoints.block import DFLASH_SPECULATORS, DSPARK_SPECULATORS
 from specjax.checkpoints.export import published_target, write_zeros
 from specjax.config import BlockConfig, DraftConfig, ModelConfig, RopeScaling
 from specjax.models.experts import MixtureConfig
-from specjax.models.qwen35 import Qwen35Config, Qwen35MoeConfig
+from specjax.models.qwen35 import Qwen35Config
 
 _LLAMA31_8B: dict[str, Any] = {
     "vocab_size": 128256,
@@ -90,23 +90,14 @@ _QWEN35_27B: dict[str, Any] = _QWEN35_9B | {
     "num_heads": 24,
     "linear_num_value_heads": 48,
 }
-_QWEN35_35B: dict[str, Any] = _QWEN35_9B | {
-    "hidden_size": 2048,
-    "intermediate_size": 512,
-    "num_kv_heads": 2,
-    "num_experts": 256,
-    "num_experts_per_tok": 8,
-    "moe_intermediate_size": 512,
-    "shared_expert_intermediate_size": 512,
-    "has_shared_expert_gate": True,
-}
 
 
-def _with_module(kind: type[Qwen35Config], name: str, count: int, sizes: dict[str, Any]) -> Any:
-    """A Qwen3.5 of ``count`` layers, and the module that drafts for it."""
-    linear = tuple(i for i in range(count) if (i + 1) % 4)
-    model = kind(model_type=name, num_layers=count, linear_layers=linear, **sizes)
-    return model, dataclasses.replace(model, num_layers=1, first_layer=count)
+def _qwen35(num_layers: int, sizes: dict[str, Any]) -> tuple[Qwen35Config, Qwen35Config]:
+    """A Qwen3.5, and the module that drafts for it."""
+    layers = tuple(i for i in range(num_layers) if (i + 1) % 4)
+    name, sizes = "qwen3_5_text", sizes | {"linear_layers": layers}
+    model = Qwen35Config(model_type=name, num_layers=num_layers, **sizes)
+    return model, dataclasses.replace(model, num_layers=1, first_layer=num_layers)
 
 
 def _eagle3(model: ModelConfig, sizes: dict[str, Any]) -> DraftConfig:
@@ -126,9 +117,8 @@ PRESETS: dict[str, tuple[ModelConfig, DraftConfig | BlockConfig | ModelConfig]] 
     "qwen3-30b-a3b": (QWEN3_30B_A3B, _eagle3(QWEN3_30B_A3B, _QWEN3_30B)),
     "qwen3-8b-dflash-b16": (QWEN3_8B, QWEN3_8B_DFLASH),
     "qwen3-8b-dspark-b7": (QWEN3_8B, QWEN3_8B_DSPARK),
-    "qwen3.5-9b": _with_module(Qwen35Config, "qwen3_5_text", 32, _QWEN35_9B),
-    "qwen3.5-27b": _with_module(Qwen35Config, "qwen3_5_text", 64, _QWEN35_27B),
-    "qwen3.5-35b-a3b": _with_module(Qwen35MoeConfig, "qwen3_5_moe_text", 40, _QWEN35_35B),
+    "qwen3.5-9b": _qwen35(32, _QWEN35_9B),
+    "qwen3.5-27b": _qwen35(64, _QWEN35_27B),
 }
 
 

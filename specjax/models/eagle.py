@@ -40,7 +40,6 @@ from specjax.models.layers import (
 )
 from specjax.models.registry import family_of, layer_kinds
 from specjax.models.rope import rope_tables
-from specjax.types import TokenInputs
 
 
 class DraftVocabulary(nnx.Variable):
@@ -251,15 +250,32 @@ class MtpModule(nnx.Module):
         attend: Attend,
         **options: Any,
     ) -> tuple[Array, Any]:
-        """Run the module over layer ``index`` of ``kv``; ``options`` are those of the layer."""
+        """Run the module, which uses layer ``index`` of ``kv``; return its states ``[B, T, D]``.
+
+        ``embeds`` and ``hidden`` are ``[B, T, D]``; ``hidden`` is at positions i32 ``[B, T]``.
+        ``options`` are those of a decoder layer.
+        """
         rope = rope_tables(self.layer.kind.rope, positions)
         inputs = self.join(embeds, hidden), None, rope, kv, index, attend
         _, x, delta, kv = self.layer(*inputs, **options)
         return self.norm.add(x, delta)[1], kv
 
 
-class TargetModules(TargetVocabulary, nnx.Module):
-    """Modules for multi-token prediction; embeddings and output head are the target's."""
+class MtpHead(TargetVocabulary, nnx.Module):
+    """The modules for multi-token prediction; embeddings and output head are the target's.
+
+    To predict token ``i + k + 2``, module ``k`` reads the embedding of token ``i + k + 1`` and the
+    state at token ``i``. The state comes from module ``k - 1``, or for module 0 from the target's
+    last hidden layer. Both inputs are normalised, joined in the order of the family, projected to
+    the hidden width, and passed through a decoder layer of the target's family and a final norm.
+    The next module and the target's output head read the result.
+
+    With the interface of EAGLE heads, module 0 drafts all tokens: further passes read the states
+    that it returned, after its final norm.
+
+    Sources: DeepSeek-V3 (arXiv 2412.19437), the dense modules of MiMo-7B (arXiv 2505.07608), the
+    mixtures of GLM-4.5 (arXiv 2508.06471), and published engines for Qwen3.5.
+    """
 
     def __init__(self, config: ModelConfig, implementation: str | None = None) -> None:
         self.config = config
@@ -269,57 +285,9 @@ class TargetModules(TargetVocabulary, nnx.Module):
             for i, kind in enumerate(kinds)
         )
 
-    def embed(self, tokens: Array, target: CausalLM) -> Array:
-        """Embeddings ``[..., D]`` of token ids ``[...]``."""
-        return target.embedding(tokens)
-
-    def logits(self, hidden: Array, target: CausalLM) -> Array:
-        """Float32 logits ``[..., V]`` of states ``[..., D]`` from any module."""
-        return target.logits(hidden)
-
-
-class MtpHead(TargetModules):
-    """The modules for multi-token prediction, of which each drafts one token.
-
-    To predict token ``i + k + 2``, module ``k`` reads the embedding of token ``i + k + 1`` and the
-    state at token ``i``. The state comes from module ``k - 1``, or for module 0 from the target's
-    last hidden layer. Both inputs are normalised, joined in the order of the family, projected to
-    the hidden width, and passed through a decoder layer of the target's family and a final norm.
-    The next module and the target's output head read the result.
-
-    Sources: DeepSeek-V3 (arXiv 2412.19437), the dense modules of MiMo-7B (arXiv 2505.07608), and
-    the mixtures of GLM-4.5 (arXiv 2508.06471).
-    """
-
-    def __call__(
-        self,
-        index: int,
-        embeds: Array,
-        hidden: Array,
-        positions: Array,
-        kv: Any,
-        attend: Attend,
-        by_token: TokenInputs | None = None,
-    ) -> tuple[Array, Any]:
-        """Run module ``index``, which uses that layer of ``kv``; return its states ``[B, T, D]``.
-
-        ``embeds`` and ``hidden`` are ``[B, T, D]``; ``hidden`` is at positions i32 ``[B, T]``.
-        ``by_token`` is what the layer may read of the tokens.
-        """
-        module = self.modules[index]
-        return module(embeds, hidden, positions, kv, index, attend, by_token=by_token)
-
-
-class NextnHead(TargetModules):
-    """One module that drafts all tokens: each pass reads the state that the last one returned.
-
-    It has the interface of EAGLE heads. The target's state is the one after its final norm, and the
-    module's the one after its own, as it was trained: Qwen3.5's only module is for several steps.
-    """
-
     def fuse(self, features: Array) -> Array:
-        """Return the features, to which the module applies its norm."""
-        return features.astype(self.config.dtypes.activations)
+        """Return the features, to which module 0 applies its norm."""
+        return features
 
     def __call__(
         self,
@@ -330,7 +298,7 @@ class NextnHead(TargetModules):
         attend: Attend,
         row: Array | None = None,
     ) -> tuple[Array, Any]:
-        """Run the module once; logits and the next step both read the returned states."""
+        """Run module 0; logits and the next step both read the returned states."""
         return self.modules[0](embeds, hidden, positions, kv, 0, attend, row=row)
 
     def store(self, embeds: Array, hidden: Array, positions: Array, kv: Any, store: Store) -> Any:
@@ -338,11 +306,19 @@ class NextnHead(TargetModules):
         rope = rope_tables(module.layer.kind.rope, positions)
         return module.layer.store(module.join(embeds, hidden), rope, kv, 0, store)
 
+    def embed(self, tokens: Array, target: CausalLM) -> Array:
+        """Embeddings ``[..., D]`` of token ids ``[...]``."""
+        return target.embedding(tokens)
+
+    def logits(self, hidden: Array, target: CausalLM) -> Array:
+        """Float32 logits ``[..., V]`` of states ``[..., D]`` from any module."""
+        return target.logits(hidden)
+
 
 def build_head(
     config: DraftConfig | ModelConfig, implementation: str | None = None
-) -> Eagle3Head | EagleHead | NextnHead:
-    """The network of an EAGLE head, or with a target's configuration that of its module."""
+) -> Eagle3Head | EagleHead | MtpHead:
+    """The network of an EAGLE head, or with a target's configuration that of its modules."""
     if isinstance(config, ModelConfig):
-        return NextnHead(config, implementation)
+        return MtpHead(config, implementation)
     return (Eagle3Head if config.fuses_features else EagleHead)(config, implementation)

@@ -137,7 +137,8 @@ class MultiLayerEagle(NetworkAlgorithm):
             attend = batch.pages.attend_packed(replace(segments, starts=starts, positions=moved))
             inputs = (x[source][None] for x in (embeds, hidden))
             by_token = batch.inputs_of_segments(segments)
-            outputs, state = draft(module, *inputs, moved[None], state, attend, by_token)
+            where = moved[None], state, module, attend
+            outputs, state = draft.modules[module](*inputs, *where, by_token=by_token)
             hidden = outputs[0, jnp.maximum(place - skipped, 0)]
             newest.append(hidden[last])
         lens = chunks.positions[0, last] + 1
@@ -212,7 +213,8 @@ def run_module(
     positions = starts[:, None] + places
     by_token = batch.inputs_of_rows(skipped[:, None] + places < counts)
     attend = batch.pages.attend(starts, width)
-    outputs, state = batch.draft(module, embeds, hidden, positions, state, attend, by_token)
+    inputs = embeds, hidden, positions, state, module, attend
+    outputs, state = batch.draft.modules[module](*inputs, by_token=by_token)
     return skip_rows(outputs, -skipped) if module else outputs, state
 
 

@@ -120,7 +120,8 @@ def test_states_equal_a_reference_in_numpy(tmp_path: Path, tensors: Tensors) -> 
         at = jnp.arange(LENGTH, dtype=jnp.int32)
         inputs = embeds[None], hidden[None], at[None]
         by_token = TokenInputs(at[None] < LENGTH - 1, None, None)  # whose requests nothing reads
-        return flat.rebuild(weights)(0, *inputs, None, dense_attend, by_token)[0][0]
+        module = flat.rebuild(weights).modules[0]
+        return module(*inputs, None, 0, dense_attend, by_token=by_token)[0][0]
 
     expected, states = Reference(tensors).states(embeds, hidden), run(weights, embeds, hidden)
     np.testing.assert_allclose(states[:-1], expected[:-1], atol=1e-4)

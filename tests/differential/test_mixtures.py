@@ -148,9 +148,17 @@ OWN_MODULE: dict[str, Any] = {
 
 
 @pytest.mark.slow
-def test_tokens_of_a_targets_own_module_are_those_of_dense_decoding(glm: Files) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [OWN_MODULE, OWN_MODULE | {"speculative_algorithm": "NEXTN", "speculative_num_steps": 3}],
+    ids=["MULTI_LAYER_EAGLE", "NEXTN"],
+)
+def test_tokens_of_a_targets_own_module_are_those_of_dense_decoding(
+    glm: Files, options: dict[str, Any]
+) -> None:
+    """NEXTN drafts all tokens with it."""
     prompts = np.random.default_rng(0).integers(60, size=(4, 30)).tolist()
-    with glm.engine(dtype="float32", **OWN_MODULE) as engine:
+    with glm.engine(dtype="float32", **options) as engine:
         assert check_tokens(engine, prompts, count=40) > 20
 
 

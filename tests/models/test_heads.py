@@ -100,6 +100,6 @@ def test_heads_equal_a_reference_in_numpy(name: str) -> None:
 
 def test_modules_equal_a_reference_in_numpy() -> None:
     def run(head: Any, hidden: Any, embeds: Any) -> Any:
-        return [head(1, embeds, hidden, POSITIONS, None, attend)[0]]
+        return [head.modules[1](embeds, hidden, POSITIONS, None, 1, attend)[0]]
 
     check(MtpHead, TARGET, SIZE, run, Reference.module)

@@ -55,7 +55,8 @@ def test_states_and_logits(family: str, tmp_path: Path) -> None:
         tokens = text[:, k + 1 : k + 1 + length]
         embeds = head.embed(jnp.asarray(tokens), target)
         at = jnp.asarray(positions)
-        hidden, cache = head(k, embeds, hidden, at, cache, dense_attend(positions))
+        attend = dense_attend(positions)
+        hidden, cache = head.modules[k](embeds, hidden, at, cache, k, attend)
         theirs = modules.states(k, tokens[0].tolist(), theirs)
         assert relative_error(hidden[0], theirs) <= (1 + k) * TOLERANCE
         logits = head.logits(hidden[0], target)

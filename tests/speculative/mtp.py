@@ -71,7 +71,8 @@ def _dense_function() -> Any:
         drafts, kv = [], {}
         for k in range(MODULES.num_layers):
             embeds = head.embed(jnp.roll(tokens, -1 - k)[None], target)
-            hidden, kv = head(k, embeds, hidden, positions, kv, _recording_attend)
+            inputs = embeds, hidden, positions, kv
+            hidden, kv = head.modules[k](*inputs, k, _recording_attend)
             drafts.append(jnp.argmax(head.logits(hidden[0, length - 2], target)).astype(jnp.int32))
             tokens = tokens.at[length + k].set(drafts[-1])
         return jnp.stack(drafts), jnp.stack([kv[k] for k in range(MODULES.num_layers)])

@@ -168,8 +168,10 @@ def test_tiers_keep_all_modules_up_to_date():
 def test_only_used_rows_of_requests_are_real() -> None:
     """Module 1 has no row before the start of a text, and a request of slot 0 is padding."""
 
-    def draft(module, embeds, hidden, positions, state, attend, by_token):
+    def module(embeds, hidden, positions, state, index, attend, by_token):
         return hidden, by_token.is_real
+
+    draft = SimpleNamespace(modules={1: module})
 
     @jax.jit
     def run(lens, slots, counts):
