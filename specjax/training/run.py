@@ -23,6 +23,7 @@ from specjax.checks import check_integer, check_number, is_integer
 from specjax.config import BlockConfig, DraftConfig, ModelConfig
 from specjax.models.decoder import CausalLM
 from specjax.models.flat import FlatModel
+from specjax.models.gated_delta import DeltaConfig
 from specjax.training.block import BlockTrainer, block_draft_config, feature_scale
 from specjax.training.collect import CollectConfig, collect, read_prompts
 from specjax.training.data import Corpus, batches, draft_vocabulary, pack
@@ -97,6 +98,8 @@ def run(args: argparse.Namespace) -> None:
         raise ValueError(
             f"--model {args.model}: training needs whole weights, not {model.quantization}"
         )
+    if isinstance(model, DeltaConfig):
+        raise ValueError(f"--model {args.model}: training does not support recurrent layers")
     opened = args.initial and open_initial(args, target)
     draft = opened.config if opened else draft_config(args, model)
     args.data = args.data or data_file(args, target.path, entries)

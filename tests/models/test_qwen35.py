@@ -1,6 +1,7 @@
 """Qwen3.5: what its configurations say, and the order of the rows of queries and gates."""
 
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,16 +10,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from specjax.kernels.delta_inputs import RequestRows
 
 from specjax.checkpoints import open_target
+from specjax.kv.pages import PageView
+from specjax.kv.recurrent import abstract_pool, recur_in_order
+from specjax.models.declare import pool_shapes
 from specjax.models.decoder import CausalLM
+from specjax.models.eagle import build_head
 from specjax.models.flat import FlatModel, recipes_of
 from specjax.models.gated_delta import GatedDelta
 from specjax.models.layers import Attention, LayerKind
 from specjax.models.qwen35 import GatedAttention, Qwen35Config, Qwen35MoeConfig
 from specjax.models.registry import layer_kinds
 from specjax.models.rope import rope_tables
+from specjax.speculative.algorithm import kv_pool
 from specjax.testing.dense import dense_attend
+
+from ..support.lowering import lower_for_cuda
 
 SIZES: dict[str, Any] = {
     "vocab_size": 61,
@@ -149,7 +158,7 @@ def test_gates_multiply_the_output() -> None:
         "k_norm.weight": rng.normal(size=8).astype(np.float32),
     }
 
-    def run(module: Any, q: np.ndarray) -> np.ndarray:
+    def run(module: Any, q: np.ndarray) -> Any:
         tensors = stored | {"q_proj.weight": q.reshape(-1, 32)}
         flat = FlatModel.of(lambda: module(config, kind, ""))
         weights = []
@@ -159,10 +168,43 @@ def test_gates_multiply_the_output() -> None:
             joined = np.concatenate(parts)
             weights.append(jnp.asarray(joined.T if recipe.transpose else joined))
         rope = rope_tables(kind.rope, jnp.arange(5)[None].repeat(2, 0))
-        out, _ = flat.rebuild(tuple(weights))(jnp.asarray(x), rope, None, 0, dense_attend)
-        return np.asarray(out)
+        return flat.rebuild(tuple(weights))(jnp.asarray(x), rope, None, 0, dense_attend)[0]
 
-    plain = run(Attention, queries)
-    gated = run(GatedAttention, np.concatenate([queries, gates], axis=1))
+    both = np.concatenate([queries, gates], axis=1)
+    results = jax.jit(lambda: (run(Attention, queries), run(GatedAttention, both)))()
+    plain, gated = map(np.asarray, results)
     factor = np.asarray(jax.nn.sigmoid(np.einsum("btd,hkd->bthk", x, gates)))
     np.testing.assert_allclose(gated, plain * factor.reshape(plain.shape), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [1, 4])
+def test_a_target_and_its_draft_layer_lower_for_cuda(width: int, tmp_path: Path) -> None:
+    """Heads of published sizes, which are larger than in other families."""
+    sizes = {"hidden_size": 512, "num_attention_heads": 2, "num_key_value_heads": 1}
+    sizes |= {"num_hidden_layers": 4, "head_dim": 256, "intermediate_size": 512}
+    heads = {"linear_num_key_heads": 1, "linear_num_value_heads": 2}
+    config = read(tmp_path, DENSE | sizes | heads)
+    module = replace(config, num_layers=1, first_layer=config.num_layers)
+    how: dict[str, Any] = {"implementation": "pallas"}
+    target = FlatModel.of(partial(CausalLM, config, **how))
+    draft = FlatModel.of(partial(build_head, module, **how))
+    view = PageView((jnp.zeros((2, 4), jnp.int32),), 16, "pallas")
+    rows = RequestRows(*(jnp.ones(2, jnp.int32) for _ in range(4)))
+
+    def call(weights: Any, of_draft: Any, tokens: Any, kv: Any, pool: Any, of_module: Any) -> Any:
+        model, head = target.rebuild(weights), draft.rebuild(of_draft)
+        attend, at = view.attend(jnp.zeros(2, jnp.int32), width), jnp.zeros_like(tokens)
+        recur = recur_in_order(rows, 2 * width, 4, group=1, **how)
+        hidden, features, pools = model(tokens, at, (kv, pool), (attend, recur))
+        inputs = head.embed(tokens, model), head.fuse(features), at, of_module, attend
+        state, of_module = head(*inputs, row=jnp.zeros(2, jnp.int32))
+        of_module = head.store(*inputs[:3], of_module, attend.store)
+        return model.logits(hidden), head.logits(state, model), pools, of_module
+
+    (kv,) = pool_shapes(target.caches, (64,))
+    pools = kv, abstract_pool(target.caches, 3), kv_pool(module, 64)
+    tokens = jax.ShapeDtypeStruct((2, width), jnp.int32)
+    text = lower_for_cuda(call, target.abstract, draft.abstract, tokens, *pools)
+    for name in ("delta_steps", "rope_store", "tree_attention"):
+        assert f"specjax_{name}" in text, name

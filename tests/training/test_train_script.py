@@ -155,6 +155,11 @@ def test_target_and_options_are_checked_before_generation(
             "--algorithm DSPARK",
             "--model has 2 layers; block drafters need 3 or more",
         ),
+        (
+            {"model_type": "qwen3_5_text", "architectures": ["Qwen3_5ForCausalLM"]},
+            "",
+            "training does not support recurrent layers",
+        ),
         ({}, "--algorithm DFLASH --initial {dspark}", "is not for --algorithm DFLASH"),
         ({}, "--algorithm DSPARK --initial {sliding}", "sliding windows, causal layers or biases"),
         (
