@@ -39,8 +39,6 @@ def test_what_engines_refuse(hybrid: Path, files: Any) -> None:
     model = {"speculative_algorithm": "STANDALONE", "draft": hybrid}
     with pytest.raises(ValueError, match=r"draft=.* has recurrent layers, whose states cannot"):
         planned(files.target, **model)
-    with pytest.raises(ValueError, match="disaggregation_mode='prefill' does not support"):
-        planned(hybrid, disaggregation_mode="prefill")
     with pytest.raises(ValueError, match="speculative_num_draft_tokens=17 must be at most 16"):
         planned(hybrid, **NEXTN | {"speculative_num_steps": 16})
     with pytest.raises(ValueError, match="draft=None, but model="):
