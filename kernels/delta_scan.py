@@ -124,28 +124,23 @@ def _groups(rows: RequestRows, num_rows: int, size: int) -> tuple[Array, Array, 
 
 
 def _reference(
-    every: HeadRow,
-    states: Array,
-    layer: int | Array,
-    rows: RequestRows,
-    size: int,
-    kept: Kept | None,
+    every: HeadRow, states: Array, rows: RequestRows, size: int, kept: Kept | None
 ) -> tuple[Array, Array]:
-    """Outputs f32 ``[W, Hv, V]``, and the states; ``size`` is that of groups."""
+    """Outputs f32 ``[W, Hv, V]``, and the states ``[B or 2 B, ...]`` after all rows.
+
+    The second half, if there is one, is that of kept states; ``size`` is that of groups.
+    """
     total, (request, first, _) = len(every.value), _groups(rows, len(every.value), size)
-    owner = jnp.minimum(request, len(rows.slots) - 1)
-    is_first = first == rows.starts[owner]
-    source = jnp.where(is_first, rows.sources[owner], rows.slots[owner])
-    target = jnp.where(request < len(rows.slots), rows.slots[owner], states.shape[1])
+    batch, num_states = len(rows.slots), len(states)
+    owner = jnp.minimum(request, batch - 1)
     row = first[:, None] + jnp.arange(size, dtype=jnp.int32)
-    ends = jnp.where(request < len(rows.slots), (rows.starts + rows.counts)[owner], 0)
+    ends = jnp.where(request < batch, (rows.starts + rows.counts)[owner], 0)
     row = jnp.where(row < ends[:, None], row, total)
-    targets = target[:, None]
+    places = jnp.where(request < batch, request, num_states)[:, None]
     if kept is not None:
         is_kept = jnp.minimum(first + size, ends) == (rows.starts + kept.counts)[owner]
-        is_kept &= kept.slots[owner] > 0
-        copy = jnp.where(is_kept, kept.slots[owner], states.shape[1])
-        targets = jnp.stack([target, copy], axis=1)
+        copies = jnp.where(is_kept, batch + owner, num_states)
+        places = jnp.concatenate([places, copies[:, None]], axis=1)
 
     def of_head(state: Array, of_rows: HeadRow) -> tuple[Array, Array]:
         if size == 1:
@@ -155,15 +150,15 @@ def _reference(
         return _group(state, of_rows, inverse)
 
     def compute(carry: tuple[Array, Array], group: tuple[Array, ...]) -> tuple[Any, None]:
-        (states, outs), (source, targets, row) = carry, group
+        (states, outs), (owner, places, row) = carry, group
         of_rows = HeadRow(*(x.at[row].get(mode="fill", fill_value=0) for x in every))
-        state = jnp.where(source >= 0, states[layer, jnp.maximum(source, 0)], 0)
-        state, out = jax.vmap(of_head, (0, 1), (0, 1))(state, of_rows)
-        states = states.at[layer, targets].set(state, mode="drop")
+        state, out = jax.vmap(of_head, (0, 1), (0, 1))(states[owner], of_rows)
+        states = states.at[places].set(state, mode="drop")
         return (states, outs.at[row].set(out, mode="drop")), None
 
+    # not the pool itself, which XLA would copy in each step
     carry = states, jnp.zeros(every.value.shape, jnp.float32)
-    (states, outs), _ = jax.lax.scan(compute, carry, (source, targets, row))
+    (states, outs), _ = jax.lax.scan(compute, carry, (owner, places, row))
     return outs, states
 
 
@@ -325,13 +320,15 @@ def delta_scan(
     if implementation == "xla" or not pool.has_kernels or total == 0:
         place = layer % len(replay.keys)
         every = head_rows(inputs, replay.keys[place], replay.log_decays[place])
-        outs, states = _reference(every, pool.states, layer, rows, group, kept)
-        before, windows = read_slots(pool.windows, layer, rows), pool.windows
-        copies = [] if kept is None else [rows._replace(slots=kept.slots, counts=kept.counts)]
-        for written in (rows, *(copy.live() for copy in copies)):
-            values = slid(before, replay.mixed[place], written)
-            windows = write_slots(windows, layer, written, values)
-        return outs, DeltaPool(states, windows)
+        written = rows
+        if kept is not None:
+            copies = rows._replace(slots=kept.slots, counts=kept.counts).live()
+            written = jax.tree.map(lambda *x: jnp.concatenate(x), rows, copies)
+        states, windows = (read_slots(x, layer, written) for x in pool)
+        outs, states = _reference(every, states, rows, group, kept)
+        values = states, slid(windows, replay.mixed[place], written)
+        pairs = zip(pool, values, strict=True)
+        return outs, DeltaPool(*(write_slots(x, layer, written, y) for x, y in pairs))
     width = width or choose_width(value_dim, pool.states.shape[4])
     call = partial(triton_call, num_warps=NUM_WARPS, implementation=implementation)
     spec, index, read = jax.ShapeDtypeStruct, layer_operand(layer), replay._replace(deltas=None)
