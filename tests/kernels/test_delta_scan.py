@@ -111,6 +111,7 @@ def test_a_prompt_may_be_cut_anywhere(run, group, cut):
             close(now, np.asarray(expected))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("group", GROUPS)
 def test_states_are_kept_as_if_the_rows_ended_there(run, group):
@@ -132,12 +133,12 @@ def test_states_are_kept_as_if_the_rows_ended_there(run, group):
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("group", GROUPS)
 def test_the_state_of_a_long_text_does_not_drift(run, group):
-    """After 2,000 rows with long memory, 16 calls of 128 rows."""
+    """After 4,096 rows with long memory, 32 calls of 128 rows."""
     sizes = Sizes(layers=1, key_heads=1, value_heads=2, value_dim=16)
-    case = draw(sizes, RequestRows((1,), (-1,), (0,), (2048,)), 2048, bias=-6.0)
-    _, state, window = walk(case, 0, 0, range(2048))
+    case = draw(sizes, RequestRows((1,), (-1,), (0,), (4096,)), 4096, bias=-6.0)
+    _, state, window = walk(case, 0, 0, range(4096))
     pool, source = case.pool, -1
-    for start in range(0, 2048, 128):
+    for start in range(0, 4096, 128):
         part = {x: getattr(case, x)[:, start : start + 128] for x in ("mixed", "products")}
         rows = RequestRows(*(np.array([x], np.int32) for x in (1, source, 0, 128)))
         _, pool = scan(case._replace(pool=pool, rows=rows, **part), group, **run)

@@ -59,6 +59,33 @@ def test_texts_continue_from_snapshots(shape: DraftShape | None, width: int) -> 
     assert serve(serving, longer, TEXTS[3], TEXTS[1]) == [192, 64, 128]
 
 
+def states_after(serving: Serving, text: list[int]) -> tuple[int, list[np.ndarray]]:
+    """The number of cached tokens of a prompt that is served alone, and the states after it."""
+    slot = serving.scheduler._free_slots[-1]
+    (request,) = serving.add([text], replace(GREEDY, max_new_tokens=1))
+    serving.finish()
+    pool = serving.runner.on_device.pools.requests
+    return request.cached_tokens, [np.asarray(x[:, slot]) for x in pool]
+
+
+@pytest.mark.slow
+def test_states_do_not_depend_on_snapshots_and_chunks() -> None:
+    """Groups of rows are the same, so only sums of other layers may be in another order."""
+    once = serving_of(None)
+    (_, expected), (cached, states) = (states_after(once, TEXTS[0]) for _ in range(2))
+    assert cached == 192
+    for now, before in zip(states, expected, strict=True):
+        np.testing.assert_array_equal(now, before)
+    with_branch = serving_of(None)
+    for text in TEXTS[1:3]:
+        states_after(with_branch, text)
+    for cached, serving in ((64, with_branch), (0, serving_of(None, width=37))):
+        found, states = states_after(serving, TEXTS[0])
+        assert found == cached
+        for now, before in zip(states, expected, strict=True):
+            np.testing.assert_allclose(now, before, rtol=0, atol=2e-5)
+
+
 @pytest.mark.slow
 def test_evicted_snapshots_are_computed_again() -> None:
     """Cached pages are not used after the only snapshot, which another text took."""
