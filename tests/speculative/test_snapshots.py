@@ -1,6 +1,7 @@
 """Texts of a model with recurrent layers that continue from snapshots equal whole passes."""
 
 from dataclasses import replace
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -12,9 +13,27 @@ from specjax.runtime.runner_config import memory_needs
 from specjax.testing.models import TARGET
 from specjax.types import DraftShape
 
-from ..support.runners import make_request
+from ..support.runners import (
+    EAGLE,
+    algorithm_of,
+    head_weights,
+    make_request,
+    new_runner,
+    runner_config,
+)
 from ..support.schedulers import Serving
-from .test_recurrent import CHAIN, CONFIG, GREEDY, PLAIN, RNG, WIDTH, dense_text, family, runner_of
+from .test_recurrent import (
+    CHAIN,
+    CONFIG,
+    GREEDY,
+    PLAIN,
+    RNG,
+    WIDTH,
+    dense_text,
+    family,
+    runner_of,
+    target,
+)
 
 __all__ = ["family"]
 # texts with a common beginning of 100 tokens
@@ -23,11 +42,26 @@ TEXTS = [[*COMMON, *RNG.integers(6, 61, size=n).tolist()] for n in (120, 40, 90,
 SIZES: Any = {"pages_per_request": WIDTH // 4, "num_snapshots": 8}
 
 
+@cache
+def head_runner(**sizes: Any) -> Any:
+    """A runner that drafts with a head, whose keys depend on the token after them."""
+    options = {"algorithm": algorithm_of(EAGLE), "shapes": (CHAIN,)}
+    networks = options["algorithm"].networks(CONFIG, EAGLE, implementation="xla")
+    weights = target()[1], head_weights(EAGLE)
+    return new_runner(networks, runner_config(**options, **sizes), *weights)
+
+
 def serving_of(
-    shape: DraftShape | None, num_snapshots: int = 8, width: int = 160, **options: Any
+    shape: DraftShape | None,
+    num_snapshots: int = 8,
+    width: int = 160,
+    *,
+    has_head: bool = False,
+    **options: Any,
 ) -> Serving:
     """Prompts are computed in chunks of at most ``width`` tokens."""
-    runner = runner_of(shape, prefill_buckets=(width,), **SIZES)
+    make = head_runner if has_head else partial(runner_of, shape)
+    runner = make(prefill_buckets=(width,), **SIZES)
     serving = Serving(runner=runner, is_cached=True, **options)
     follower = serving.scheduler._budget._followers[0]
     follower._free = follower._free[:num_snapshots]
@@ -48,10 +82,15 @@ def serve(serving: Serving, *texts: list[int]) -> list[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("shape", "width"), [(None, 160), (CHAIN, 160), (None, 37)])
-def test_texts_continue_from_snapshots(shape: DraftShape | None, width: int) -> None:
+@pytest.mark.parametrize(
+    ("shape", "width", "has_head"),
+    [(None, 160, False), (None, 37, False), (CHAIN, 160, False), (CHAIN, 160, True)],
+)
+def test_texts_continue_from_snapshots(
+    shape: DraftShape | None, width: int, has_head: bool
+) -> None:
     """At a branch, and at the end of a prompt whose text goes on."""
-    serving = serving_of(shape, width=width)
+    serving = serving_of(shape, width=width, has_head=has_head)
     assert serve(serving, TEXTS[0]) == [0]
     assert serve(serving, TEXTS[1]) == [0]
     assert serve(serving, TEXTS[2]) == [64]
