@@ -158,6 +158,16 @@ class Dtypes(NamedTuple):
         return self._replace(quantization=None)
 
 
+@dataclass(frozen=True)
+class HotVocabulary:
+    """Tokens that drafts are chosen from; the draft keeps their columns of the target's head."""
+
+    size: Positive
+    head: Quantization | None  # how the target stores its output head
+    # a digest of the token ids, which belong to the weights
+    ids: str = field(repr=False, compare=False)
+
+
 @dataclass(frozen=True, kw_only=True)
 class TransformerConfig:
     """The sizes of Llama-style decoder layers, for targets and draft heads."""
@@ -178,6 +188,7 @@ class TransformerConfig:
     dtype: str = "float32"
     kv_cache_dtype: str = "auto"  # as dtype, or a key of KV_DTYPES
     quantization: Quantization | None = None
+    hot: HotVocabulary | None = None  # of a draft that uses the target's output head
 
     def __post_init__(self) -> None:
         check_ranges(self)

@@ -31,7 +31,7 @@ from bench import common
 from specjax import Engine, SamplingParams
 from specjax.checkpoints.presets import PRESETS, preset_algorithm, write_preset
 from specjax.cli.options import add_options
-from specjax.config import BlockConfig
+from specjax.config import BlockConfig, FeatureConfig
 from specjax.engine.args import EngineArgs
 from specjax.engine.plan import plan_engine
 from specjax.metrics import Totals
@@ -97,7 +97,7 @@ def parse_arguments(name: str, argv: Sequence[str]) -> Namespace:
     add("--rounds-per-dispatch", type=int, default=1, help="rounds per call (default: 1)")
     add("--page-size", type=int, default=16, help="tokens per KV page (default: 16)")
     add("--dtype", default="bfloat16", help="dtype of weights and KV (default: bfloat16)")
-    add_options(parser, EngineArgs, QUANTISED)
+    add_options(parser, EngineArgs, (*QUANTISED, "speculative_token_map"))
     parser.set_defaults(kv_cache_dtype=EngineArgs.kv_cache_dtype)
     add("--simulate-acceptance", type=float, help="probability that a draft is accepted")
     add("--profile", action="store_true", help="also list the kernels of a round")
@@ -137,17 +137,20 @@ def floor_bytes(
     passes = len(lengths) * (3 if steps else 2)
     total = passes * sum(x.size * x.dtype.itemsize for x in states)
     total += read(nets.target, nets.target_config)
-    if not isinstance(nets.draft_config, BlockConfig):
+    model, draft, head = nets.target_config, nets.draft_config, 0
+    is_module = getattr(draft, "first_layer", 0) > 0
+    if is_module or (isinstance(draft, FeatureConfig) and not draft.has_own_lm_head):
+        if draft.hot is None:  # else the draft has its columns
+            format = model.dtypes.without("lm_head").quantization
+            bits = dtype_bits(format.dtype if format else model.dtypes.activations)
+            head = model.hidden_size * model.vocab_size * bits // 8
+    if not isinstance(draft, BlockConfig):
         # read by steps - 1 recurrent passes and by the extend pass
-        return total + (steps * read(nets.draft, nets.draft_config) if steps else 0)
+        return total + (steps * (read(nets.draft, draft) + head) if steps else 0)
     # read by one pass, along with the target's output head; each draft reads the Markov head
-    model = nets.target_config
-    format = model.dtypes.without("lm_head").quantization
-    bits = dtype_bits(format.dtype if format else model.dtypes.activations)
-    head = model.hidden_size * model.vocab_size * (not nets.draft_config.has_own_lm_head)
-    markov = (steps - 1) * nets.draft_config.markov_rank * nets.draft_config.draft_vocab_size
+    markov = (steps - 1) * draft.markov_rank * draft.draft_vocab_size
     markov *= model.dtypes.activations.itemsize
-    return total + read(nets.draft, nets.draft_config) + head * bits // 8 + markov
+    return total + read(nets.draft, draft) + head + markov
 
 
 def dispatch(engine: Engine, slots: list[int], count: int) -> None:
@@ -299,6 +302,7 @@ def build(args: Namespace, steps: int, folder: Path) -> Engine:
         options["speculative_num_steps"] = steps
         options["speculative_eagle_topk"] = args.topk
         options["speculative_num_draft_tokens"] = args.num_draft_tokens
+        options["speculative_token_map"] = args.speculative_token_map
         options["draft"] = draft
         options["simulate_acceptance"] = args.simulate_acceptance
     # compile for these batch sizes; the engine may pad a batch of one
@@ -329,6 +333,7 @@ def measure(
             "accept_length": accept,
             "experts_read_per_layer": experts,
             "simulate_acceptance": engine.args.simulate_acceptance,
+            "speculative_token_map": args.speculative_token_map,
             "peak_gb": common.peak_gb(),
             "planned_gb": common.settings_of(engine.get_server_info())["planned_gb"],
             "batch_buckets": list(engine.runner.config.batch_buckets),

@@ -115,8 +115,11 @@ class Checkpoint(Generic[C]):
 
     def has_weights_of(self, other: "Checkpoint[Any]") -> bool:
         """Whether this checkpoint gives the weights that ``other`` gives."""
-        exponents = [getattr(each.config, "kv_exponents", ()) for each in (self, other)]
-        is_equal = self.config == other.config and exponents[0] == exponents[1]
+        configs = self.config, other.config
+        # fields that are not compared
+        exponents = [getattr(config, "kv_exponents", ()) for config in configs]
+        ids = [hot and hot.ids for hot in (getattr(config, "hot", None) for config in configs)]
+        is_equal = (configs[0], exponents[0], ids[0]) == (configs[1], exponents[1], ids[1])
         return is_equal and self.path.resolve() == other.path.resolve()
 
     @property

@@ -189,7 +189,7 @@ def _check_read_back(
     output: Path, config: DraftConfig | BlockConfig, text: str, recipes: Recipes
 ) -> None:
     """Raise ValueError if ``config.json`` with this text would be read as another configuration."""
-    layers = {"num_layers": max(1, *(layer + 1 for layer in config.feature_layers))}
+    layers = {"num_layers": max([1, *(layer + 1 for layer in config.feature_layers)])}
     sizes = {"hidden_size": config.target_hidden_size, "max_position_embeddings": 1} | layers
     target: Any = SimpleNamespace(**vars(config) | sizes)
     pair: Any = SimpleNamespace(config=target)
@@ -222,16 +222,17 @@ def published_target(config: ModelConfig) -> dict[str, Any]:
 
 
 def _published_head(config: DraftConfig) -> dict[str, Any]:
-    if not config.fuses_features:
-        raise ValueError(
-            f"checkpoint_format={config.checkpoint_format!r} must be 'eagle-3' to be exported"
-        )
     values = dataclasses.asdict(config)
-    return {
-        "architectures": ["LlamaForCausalLMEagle3"],
+    body = {
         "model_type": "llama",
         "hidden_act": config.activation,
         **{name: values[ours] for name, ours in _PUBLISHED.items()},
+    }
+    if not config.fuses_features:
+        return {"architectures": ["LlamaForCausalLMEagle"], **body, "bias": config.fc_bias}
+    return {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        **body,
         "eagle_config": {
             "eagle_aux_hidden_state_layer_ids": list(config.feature_layers),
             "use_aux_hidden_state": True,

@@ -111,8 +111,20 @@ def _eagle3(model: ModelConfig, sizes: dict[str, Any]) -> DraftConfig:
     )
 
 
+def _eagle(model: ModelConfig, sizes: dict[str, Any]) -> DraftConfig:
+    return DraftConfig(
+        checkpoint_format="eagle-1",
+        draft_vocab_size=model.vocab_size,
+        target_hidden_size=model.hidden_size,
+        num_layers=1,
+        has_own_lm_head=False,
+        **sizes,
+    )
+
+
 PRESETS: dict[str, tuple[ModelConfig, DraftConfig | BlockConfig | ModelConfig]] = {
     "llama3.1-8b": (LLAMA31_8B, _eagle3(LLAMA31_8B, _LLAMA31_8B)),
+    "llama3.1-8b-eagle": (LLAMA31_8B, _eagle(LLAMA31_8B, _LLAMA31_8B)),
     "qwen3-8b": (QWEN3_8B, _eagle3(QWEN3_8B, _QWEN3_8B)),
     "qwen3-30b-a3b": (QWEN3_30B_A3B, _eagle3(QWEN3_30B_A3B, _QWEN3_30B)),
     "qwen3-8b-dflash-b16": (QWEN3_8B, QWEN3_8B_DFLASH),
@@ -122,8 +134,9 @@ PRESETS: dict[str, tuple[ModelConfig, DraftConfig | BlockConfig | ModelConfig]] 
 }
 
 
-# algorithms of the presets with a block drafter
+# algorithms of presets that do not draft with EAGLE-3
 _ALGORITHMS = {"qwen3-8b-dflash-b16": "DFLASH", "qwen3-8b-dspark-b7": "DSPARK"}
+_ALGORITHMS["llama3.1-8b-eagle"] = "EAGLE"
 
 
 def preset_algorithm(name: str | None) -> str | None:

@@ -99,6 +99,9 @@ class EngineArgs:
         speculative_accept_threshold_acc: divide the acceptance probability of drafts above
             temperature 0 by this; the result is capped at 1. From 0 (accept every draft that the
             target may draw) to 1 (off). Values below 1 are lossy too.
+        speculative_token_map: draft only tokens of a hot vocabulary, so that a head that shares the
+            target's output head reads a part of it. A ``.json`` file with a list of token ids, or
+            ``TEXT:COUNT`` for the most frequent tokens of a text file.
         speculative_ngram_min_match_window_size: minimum n-gram length to match.
         speculative_ngram_max_match_window_size: maximum n-gram length to match (at most 16).
         speculative_ngram_max_bfs_breadth: maximum matches per tree (at most 16); 1 drafts a chain.
@@ -200,6 +203,7 @@ class EngineArgs:
     speculative_use_rejection_sampling: bool = False
     speculative_accept_threshold_single: Share = 1.0
     speculative_accept_threshold_acc: Share = 1.0
+    speculative_token_map: str | PathLike[str] | None = None
     speculative_ngram_min_match_window_size: Positive = 1
     speculative_ngram_max_match_window_size: Positive = 12
     speculative_ngram_max_bfs_breadth: Positive = 10

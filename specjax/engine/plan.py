@@ -102,6 +102,8 @@ class EnginePlan:
                 f"{config.algorithm.name}: {steps} {unit} per round{how}, topk {largest.topk}, "
                 f"{largest.nodes} tokens verified per round"
             )
+            if (hot := getattr(self.networks.draft_config, "hot", None)) is not None:
+                speculation += f", drafts among {hot.size} tokens"
         kind, windows = self.networks.placement.device.device_kind, ""
         states = f", states {self.state_bytes / 1e9:.2f} GB" if self.state_bytes else ""
         kv = "" if self.args.kv_cache_dtype == "auto" else f" of {self.args.kv_cache_dtype}"
@@ -186,8 +188,8 @@ def plan_engine(args: EngineArgs) -> EnginePlan:
     target = open_target(args.model, dtype=dtype, revision=args.revision)
     if args.tokenizer is not None or args.chat_template is not None:
         target = target.with_tokenizer(args.tokenizer, args.chat_template)
-    drafts = open_drafts(args, target, args.draft)
     target = target.quantised(args.quantization, rounds_activations=args.quantize_activations)
+    drafts = open_drafts(args, target, args.draft)
     shapes = args.algorithm.fit_shapes(args, drafts[0].config if drafts else None)
     args.check_simulation(shapes)
     context_length = target.config.context_length(args.context_length)

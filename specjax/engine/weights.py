@@ -21,6 +21,7 @@ from specjax.checks import short
 from specjax.engine.plan import EnginePlan, open_drafts
 from specjax.models.declare import Recipe
 from specjax.models.flat import Weights
+from specjax.models.hot_head import hot_columns
 from specjax.runtime.runner import ModelRunner
 
 # Weights of target and draft by the engine's names, to replace those in use; others stay.
@@ -52,9 +53,12 @@ def load_weights(
             target = placement.put_weights(nets.target.order(plan.target.load_weights()))
         if is_dummy:
             return target, placement.put_weights(nets.draft.random(1))
-    named = {name: w for draft in plan.drafts for name, w in draft.load_weights().items()}
+    named: dict[str, Any] = {
+        name: w for draft in plan.drafts for name, w in draft.load_weights().items()
+    }
     for checkpoint in plan.drafts:
         checkpoint.compare_copies(dict(zip(nets.target.names, target, strict=True)))
+    named |= hot_columns(nets, target, named)
     draft = placement.put_weights(nets.draft.order(named))
     loaded = [(checkpoint, nets.draft, draft) for checkpoint in plan.drafts]
     if shared is None:
@@ -106,8 +110,10 @@ def weights_from_tensors(
         values = dict(named_tensors)
     except TypeError as error:
         raise ValueError(f"named_tensors={named_tensors!r} must map names to arrays") from error
-    abstract = dict(zip(flat.names, flat.abstract, strict=True))
-    recipes = owner.recipes
+    # the ids of a hot vocabulary belong to an option, and its columns to the target
+    recipes = {name: x for name, x in owner.recipes.items() if not name.startswith("hot_head.")}
+    shapes = zip(flat.names, flat.abstract, strict=True)
+    abstract = {name: shape for name, shape in shapes if name in recipes}
     dtype, format = owner.config.dtypes.activations, owner.config.quantization
     makers = {x.name: recipe for recipe in recipes.values() for x in recipe.parts}
     makers |= {x: recipe for recipe in recipes.values() for stack in recipe.stacks for x in stack}
@@ -226,6 +232,10 @@ def replace_weights(runner: ModelRunner, replacement: NewWeights) -> Iterator[No
                 weight = jax.block_until_ready(nets.placement.put_weights(weights[name]))
                 runner.replace_weight(i, weight, draft=flat is nets.draft)
                 yield
+    draft = dict(zip(nets.draft.names, runner.weights[1], strict=True))
+    for name, weight in hot_columns(nets, runner.weights[0], draft).items():
+        runner.replace_weight(nets.draft.names.index(name), weight, draft=True)
+        yield
 
 
 def _check_same_config(fresh: Checkpoint[Any], live: Checkpoint[Any]) -> None:

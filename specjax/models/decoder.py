@@ -18,7 +18,7 @@ from specjax.models.declare import Cache, Part, pool_layers, request_layers
 from specjax.models.layers import Attend, DecoderLayer, Embedding, Linear
 from specjax.models.registry import layer_kinds
 from specjax.models.rope import rope_tables
-from specjax.models.weights import dot, take_outputs
+from specjax.models.weights import Kernel, dot, take_outputs
 from specjax.types import TokenInputs
 
 
@@ -109,10 +109,17 @@ class CausalLM(nnx.Module):
 
     def logits_of(self, hidden: Array, tokens: Array) -> Array:
         """Float32 logits ``[..., W]`` of selected token ids i32 ``[W]``."""
+        return self.logits_with(hidden, self.head_columns(tokens))
+
+    def head_columns(self, tokens: Array) -> Kernel:
+        """The columns of the output head ``[D, W]`` for token ids i32 ``[W]``."""
         if self.lm_head is None:
-            return self._shaped(dot(hidden, self.embedding.table[...][tokens].T, jnp.float32))
-        kernel = take_outputs(self.lm_head.kernel[...], tokens)
-        return self._shaped(dot(hidden, kernel, jnp.float32))
+            return self.embedding.table[...][tokens].T
+        return take_outputs(self.lm_head.kernel[...], tokens)
+
+    def logits_with(self, hidden: Array, columns: Kernel) -> Array:
+        """Float32 logits ``[..., W]`` from columns of the output head."""
+        return self._shaped(dot(hidden, columns, jnp.float32))
 
     def _shaped(self, logits: Array) -> Array:
         """Apply the scale and the soft limit of the family."""

@@ -24,8 +24,9 @@ from jax import Array
 from specjax.config import BlockConfig, DraftConfig, ModelConfig
 from specjax.kernels.add_norm import whole
 from specjax.models.declare import Part, weight
-from specjax.models.decoder import CausalLM, TargetVocabulary
+from specjax.models.decoder import CausalLM
 from specjax.models.family import Modules, draft_kinds
+from specjax.models.hot_head import DraftVocabulary, HotHead, TargetHead, ids_of
 from specjax.models.layers import (
     MLP,
     Attend,
@@ -42,11 +43,7 @@ from specjax.models.registry import family_of, layer_kinds
 from specjax.models.rope import rope_tables
 
 
-class DraftVocabulary(nnx.Variable):
-    """Integer vocabulary map of a draft head; training does not change it."""
-
-
-class DraftHead(nnx.Module):
+class DraftHead(TargetHead, nnx.Module):
     """The common parts of EAGLE heads and block drafters: embeddings, output head, vocabulary.
 
     Declarations have the names of tensors in published files, without ``model.``.
@@ -70,6 +67,7 @@ class DraftHead(nnx.Module):
         offsets = partial(weight, "d2t", (config.draft_vocab_size,), jnp.int32)
         is_reduced = config.draft_vocab_size != config.vocab_size
         self.d2t = offsets(kind=DraftVocabulary) if is_reduced else None
+        self.hot_head = HotHead.of(config)
 
     def embed(self, tokens: Array, target: CausalLM) -> Array:
         """Embeddings ``[..., D]`` of target token ids ``[...]``: the head's own or the target's."""
@@ -80,12 +78,13 @@ class DraftHead(nnx.Module):
     def vocabulary(self) -> Array | None:
         """Target token ids i32 ``[V]`` of the draft vocabulary; ``None`` if they are the same."""
         if self.d2t is None:
-            return None
-        offsets = self.d2t[...]
-        return offsets + jnp.arange(offsets.shape[0], dtype=jnp.int32)
+            return super().vocabulary
+        return ids_of(self.d2t[...])
 
     def target_ids(self, draft_ids: Array) -> Array:
-        return draft_ids if self.d2t is None else draft_ids + self.d2t[...][draft_ids]
+        if self.d2t is None:
+            return super().target_ids(draft_ids)
+        return draft_ids + self.d2t[...][draft_ids]
 
     def logits(self, hidden: Array, target: CausalLM) -> Array:
         """Float32 logits ``[..., draft_vocab_size]`` of recurrent states ``[..., D]``."""
@@ -94,7 +93,7 @@ class DraftHead(nnx.Module):
         if self.config.ties_lm_head:
             table = target.embedding if self.embedding is None else self.embedding
             return table.attend(hidden)
-        return target.logits(hidden)
+        return super().logits(hidden, target)
 
 
 class Eagle3Head(DraftHead):
@@ -261,7 +260,7 @@ class MtpModule(nnx.Module):
         return self.norm.add(x, delta)[1], kv
 
 
-class MtpHead(TargetVocabulary, nnx.Module):
+class MtpHead(TargetHead, nnx.Module):
     """The modules for multi-token prediction; embeddings and output head are the target's.
 
     To predict token ``i + k + 2``, module ``k`` reads the embedding of token ``i + k + 1`` and the
@@ -278,7 +277,7 @@ class MtpHead(TargetVocabulary, nnx.Module):
     """
 
     def __init__(self, config: ModelConfig, implementation: str | None = None) -> None:
-        self.config = config
+        self.config, self.hot_head = config, HotHead.of(config)
         kinds, stored = layer_kinds(config, implementation), family_of(config).modules
         self.modules = nnx.List(
             MtpModule(config, kind, stored.prefix(config.first_layer, i), stored)
@@ -309,10 +308,6 @@ class MtpHead(TargetVocabulary, nnx.Module):
     def embed(self, tokens: Array, target: CausalLM) -> Array:
         """Embeddings ``[..., D]`` of token ids ``[...]``."""
         return target.embedding(tokens)
-
-    def logits(self, hidden: Array, target: CausalLM) -> Array:
-        """Float32 logits ``[..., V]`` of states ``[..., D]`` from any module."""
-        return target.logits(hidden)
 
 
 def build_head(

@@ -23,6 +23,7 @@ from specjax.checkpoints.draft import (
     open_mtp,
 )
 from specjax.checkpoints.target import TargetCheckpoint
+from specjax.checkpoints.token_map import with_token_map
 from specjax.config import DraftConfig
 from specjax.models.eagle import Eagle3Head, build_head
 from specjax.models.flat import Networks
@@ -53,6 +54,9 @@ class Eagle(NetworkAlgorithm):
 
     # host side
 
+    def reads(self, option: str) -> bool:
+        return option == "speculative_token_map" or super().reads(option)
+
     def open_draft(
         self, args: Any, target: TargetCheckpoint, draft: Any
     ) -> tuple[DraftCheckpoint | MtpCheckpoint, ...]:
@@ -61,14 +65,18 @@ class Eagle(NetworkAlgorithm):
         Of a checkpoint with modules for multi-token prediction, EAGLE opens the first one.
         """
         theta, topk = args.draft_rope_theta, args.speculative_eagle_topk
+        opened: Any
         if self.checkpoint_format == "eagle-1" and has_modules(draft, target):
-            module = open_mtp(draft, target, num_modules=1, rope_theta=theta)
-            check_topk(topk, module.config.vocab_size)
-            return (module,)
-        opened = open_draft(
-            draft, target, checkpoint_format=self.checkpoint_format, rope_theta=theta
-        )
-        check_topk(topk, opened.config.draft_vocab_size)
+            opened = open_mtp(draft, target, num_modules=1, rope_theta=theta)
+        else:
+            opened = open_draft(
+                draft, target, checkpoint_format=self.checkpoint_format, rope_theta=theta
+            )
+        if args.speculative_token_map is not None:
+            opened = with_token_map(opened, args.speculative_token_map, target)
+        config = opened.config
+        size = getattr(config, "draft_vocab_size", config.vocab_size)
+        check_topk(topk, config.hot.size if config.hot else size)
         if topk > 1 and opened.config.mask_token_id is not None:
             raise ValueError(
                 f"speculative_eagle_topk={topk} must be 1: {opened.path} is a P-EAGLE head, which "

@@ -199,7 +199,8 @@ class Ngram(SpeculativeAlgorithm):
         )
 
     def reads(self, option: str) -> bool:
-        return option not in ("speculative_eagle_topk", "draft", "draft_rope_theta")
+        heads = "speculative_eagle_topk", "speculative_token_map", "draft", "draft_rope_theta"
+        return option not in heads
 
     def draft_shape(self, args: Any, steps: int | None = None) -> DraftShape:
         """A tree of depth S, by default and in every tier with S + 1 rows in any branches."""

@@ -652,7 +652,7 @@ def test_export_refusals(tmp_path: Path) -> None:
     others = {k: v for k, v in weights.items() if k != "norm.scale"} | {"x": 1}
     short = weights | {"fc.kernel": weights["fc.kernel"][1:]}
     for config, arrays, size, message in (
-        (EAGLE1_HEAD, {}, 1, r"must be .eagle-3. to be exported"),
+        (dataclasses.replace(EAGLE1_HEAD, draft_vocab_size=7), {}, 1, "draft_vocab_size=7"),
         (HEAD, others, 1, r"missing \['norm\.scale'\], unknown \['x'\]"),
         (HEAD, weights | {"context.kernel": 1}, 1, r"missing \[\], unknown \['context\.kernel'\]"),
         (HEAD, short, 1, r"'fc\.kernel' has shape \(95, 32\)"),

@@ -1,5 +1,6 @@
 """Engines for models with recurrent layers produce the tokens of plain decoding."""
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 from specjax import SamplingParams
 from specjax.testing import Files, check_tokens
 from specjax.testing.dense import Job, dense_decode
+from specjax.testing.files import CONFIG
 
 from ..support.model_files import write_hybrid
 from .rows import BATCHES, SEEN, Row, drafting, serving
@@ -59,6 +61,24 @@ def test_tokens_of_a_tree_are_those_of_dense_decoding(hybrid: Files, options: An
             assert check_tokens(engine, prompts, count=40) < accepted
             engine.update_weights_from_disk(draft_path=hybrid.target)
             assert check_tokens(engine, prompts, count=40) == accepted
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, TREE], ids=["chain", "tree"])
+def test_the_own_layer_drafts_from_a_hot_vocabulary(hybrid: Files, tmp_path, options: Any) -> None:
+    """Its columns follow the target's weights."""
+    ids, path = np.arange(0, CONFIG.vocab_size, 2), tmp_path / "hot.json"
+    path.write_text(json.dumps(ids.tolist()))
+    prompts = np.random.default_rng(0).integers(60, size=(2, 30)).tolist()
+    options = options | OWN_LAYER | {"speculative_token_map": path}
+    with hybrid.engine(dtype="float32", **options) as engine:
+        assert check_tokens(engine, prompts, count=40) > 10
+        new = np.random.default_rng(1).normal(size=(CONFIG.vocab_size, CONFIG.hidden_size))
+        engine.update_weights_from_tensor({"lm_head.weight": new})
+        at = engine.runner.networks.draft.names.index("hot_head.kernel")
+        expected = new[ids].T.astype(np.float32)
+        np.testing.assert_array_equal(engine.runner.weights[1][at], expected)
+        assert check_tokens(engine, prompts, count=40) >= 0
 
 
 @pytest.mark.slow

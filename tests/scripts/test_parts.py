@@ -17,6 +17,7 @@ import pytest
 
 from specjax.checkpoints.presets import PRESETS
 from specjax.cli.options import engine_arguments
+from specjax.config import HotVocabulary
 from specjax.engine import plan
 from specjax.engine.args import EngineArgs
 from specjax.models.experts import MixtureConfig
@@ -427,6 +428,27 @@ def test_states_are_read_and_written() -> None:
     one, two = (rounds.floor_bytes(engine, 0, lengths) for lengths in ([100], [100, 100]))
     assert two - one == 2 * of_request + 100 * keys
     assert one - 2 * of_request - 100 * keys == pytest.approx(15.873e9, rel=1e-4)
+
+
+def test_drafts_read_the_output_head_or_its_columns() -> None:
+    """Once per drafted token, in addition to the head's own weights."""
+    floors = []
+    for hot in (None, HotVocabulary(10, None, "")):
+        head = dataclasses.replace(
+            HEAD,
+            checkpoint_format="eagle-1",
+            feature_layers=(),
+            draft_vocab_size=CONFIG.vocab_size,
+            has_own_lm_head=False,
+            hot=hot,
+        )
+        nets = algorithm_of(head).networks(CONFIG, head)
+        engine: Any = SimpleNamespace(runner=SimpleNamespace(networks=nets))
+        plain, *drafting = (rounds.floor_bytes(engine, steps, [5]) for steps in (0, 1, 3))
+        assert drafting[1] - plain == 3 * (drafting[0] - plain)
+        floors.append(drafting[0] - plain)
+    size = CONFIG.hidden_size
+    assert floors[0] - floors[1] == 4 * size * CONFIG.vocab_size - 4 * (size + 1) * 10
 
 
 def test_launches_per_round() -> None:
