@@ -170,8 +170,8 @@ class EngineArgs:
         reasoning_parser: ``"qwen3"`` or ``"deepseek-r1"``: the model reasons between ``<think>``
             and ``</think>``. Grammars begin after it, and chat answers have it apart.
         tool_call_parser: the format in which the model writes tool calls: ``"hermes"``,
-            ``"qwen25"``, ``"llama3"``, ``"mistral"`` or ``"pythonic"``. Default: chat requests
-            with tools that may be called are refused.
+            ``"qwen25"``, ``"llama3"``, ``"mistral"``, ``"pythonic"`` or ``"qwen3_coder"``. Default:
+            chat requests with tools that may be called are refused.
         skip_tokenizer_init: load no tokenizer; requests must then give ``input_ids``.
         seed: random seed for requests without ``sampling_seed``; with
             ``enable_deterministic_inference`` these have the seed 42.

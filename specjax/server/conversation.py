@@ -58,7 +58,8 @@ class Conversation:
         token_ids = {x: i for x in (START, END) if (i := token_id(x)) is not None}
         checked_tools = _check_tools(tools, choice, is_parallel, tool_format)
         self.tools = checked_tools._replace(token_ids=token_ids)
-        has_special = tool_format is HERMES and bool(tokenizer.special_ids.keys() & token_ids)
+        has_tags, special_ids = START in tool_format.required.begin, tokenizer.special_ids
+        has_special = has_tags and bool(special_ids.keys() & token_ids)
         self._has_special_marks = tool_format.is_special or has_special
         if tools and "tools" in (tokenizer.chat_template or ""):
             variables["tools"] = tools

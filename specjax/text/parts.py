@@ -53,10 +53,12 @@ class Tools(NamedTuple):
         """Return the content of a text so far, and its calls."""
         if not self.names:
             return text, []
-        content = ""
-        calls = self.format.required.calls(text, self.names) if self.is_required else []
+        functions, content = (tool["function"] for tool in self.declared), ""
+        parameters = {function["name"]: function.get("parameters") for function in functions}
+        schemas = {name: parameters.get(name) for name in self.names}
+        calls = self.format.required.calls(text, schemas) if self.is_required else []
         if not calls:
-            content, calls = self.format.parse(text, self.names, is_final=is_final)
+            content, calls = self.format.parse(text, schemas, is_final=is_final)
         return content, calls[: None if self.is_parallel else 1]
 
 

@@ -6,6 +6,7 @@ after ``<|python_tag|>`` or without it. ``mistral``: ``[TOOL_CALLS]`` and a list
 name, ``[ARGS]`` and the arguments; ``[CALL_ID]`` and an id may follow the name. ``pythonic``: the
 text is a list of Python calls. With the last two, a text that is a JSON list of objects is a list
 of calls too: required calls have this form. Marks within a string of JSON are part of the string.
+``qwen3_coder``: functions in XML form between the marks of ``hermes``, see ``xml_calls``.
 
 A parser reads the whole text so far, so its result cannot depend on how the text was cut. What it
 has returned for a part of a text only grows. Text that is not a valid call stays content.
@@ -19,6 +20,16 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from specjax.text.reasoning import overlap
+from specjax.text.xml_calls import (
+    FUNCTION,
+    FUNCTION_END,
+    PARAMETER,
+    PARAMETER_END,
+    beginnings,
+    parameter_schema,
+    read_arguments,
+    types_of,
+)
 
 START, END = "<tool_call>", "</tool_call>"
 PYTHON_TAG, MISTRAL_TAG = "<|python_tag|>", "[TOOL_CALLS]"
@@ -95,9 +106,13 @@ class CallForm(NamedTuple):
             rules.append(f"answer: %json {json.dumps(answer)}")
         # each schema is a rule of its own, so that its references keep their root
         for i, (name, schema) in enumerate(schemas.items()):
-            rules.append(f'call_{i}: {json.dumps(self.start(name))} values_{i} "}}"')
-            rules.append(f"values_{i}: %json {json.dumps(schema)}")
+            rules += self.rules(i, name, schema)
         return "\n".join([*rules, ""])
+
+    def rules(self, i: int, name: str, schema: Any) -> list[str]:
+        """The rules of function ``i``, of which the first is ``call_i``."""
+        call = f'call_{i}: {json.dumps(self.start(name))} values_{i} "}}"'
+        return [call, f"values_{i}: %json {json.dumps(schema)}"]
 
     def tag(self, schemas: Mapping[str, Any]) -> str:
         """The structural tag of texts that may have calls of functions with these schemas."""
@@ -116,6 +131,47 @@ def _as_rule(text: str, token_ids: Mapping[str, int]) -> str:
     return " ".join(rules) or '""'
 
 
+class XmlForm(CallForm):
+    """Calls in XML form. A grammar limits strings by their enumeration only."""
+
+    def start(self, name: str) -> str:
+        return f"{FUNCTION}{name}>\n"
+
+    def calls(self, text: str, names: Collection[str]) -> list[ToolCall]:
+        text, at, before, calls = text.lstrip(), 0, self.begin, list[ToolCall]()
+        while text.startswith(before, at) and (tag := _NAME.match(text, at + len(before))):
+            arguments, end = read_arguments(text, tag.end(), _schema(names, tag[1]))
+            if tag[1] not in names or (written := _dump(arguments or {})) is None:
+                break
+            if arguments is None or end < 0:
+                return [*calls, ToolCall(tag[1], written[:-1])]
+            calls.append(ToolCall(tag[1], written))
+            at, before = end, self.between
+        return calls
+
+    def rules(self, i: int, name: str, schema: Any) -> list[str]:
+        shared = {x: schema[x] for x in schema if x == "definitions" or x.startswith(("$", "x-"))}
+        properties, required = schema.get("properties"), schema.get("required")
+        required = required if isinstance(required, list) else []
+        end, parts = f"\n{PARAMETER_END}\n", [json.dumps(self.start(name))]
+        rules = [rf"text_{i}[lazy]: /(?s:.*)\n<\/parameter>\n/"]
+        if not isinstance(properties, Mapping):
+            parts.append(rf'("{PARAMETER}" /[^<>\n]+/ ">\n" text_{i})*')
+            properties = {}
+        for j, (key, value) in enumerate(properties.items()):
+            found = parameter_schema(schema, key)
+            types, rule = types_of(found, schema), f"text_{i}"
+            if types == {"string"} and found.get("enum"):
+                rule = f"({' | '.join(json.dumps(x + end) for x in found['enum'])})"
+            elif types and "string" not in types:
+                rules.append(f"json_{i}_{j}: %json {json.dumps(value | shared)}")
+                rule = f"json_{i}_{j} {json.dumps(end)}"
+            begin = f"{PARAMETER}{key}>\n"
+            rules.append(f"part_{i}_{j}: {json.dumps(begin)} {rule}")
+            parts.append(f"part_{i}_{j}{'' if key in required else '?'}")
+        return [f"call_{i}: {' '.join(parts)} {json.dumps(FUNCTION_END)}", *rules]
+
+
 LIST = CallForm()
 
 
@@ -130,6 +186,8 @@ class ToolFormat(NamedTuple):
 
     def parse(self, text: str, names: Collection[str], *, is_final: bool = True) -> Parsed:
         """Return the content of a completion and its calls of functions with these ``names``.
+
+        A mapping also has the schema of the parameters of each, which tells XML's types.
 
         If the text is not final, a part that may still become a call is left out. Content next to
         calls has no white space around it.
@@ -225,9 +283,46 @@ def _pythonic(text: str, names: Collection[str], is_final: bool) -> Parsed:
     return ("", calls) if calls else (text, [])
 
 
+_NAME = re.compile(rf"{FUNCTION}([^<>\n]+)>")
+_XML_CALL = re.compile(rf"(?:{START}\s*)?{_NAME.pattern}")
+_XML_END = re.compile(rf"\s*{END}")
+_XML_END_BEGIN = re.compile(rf"\s*(?:{beginnings(END)})?\Z")
+# the end of a text that may become _XML_CALL
+_XML_BEGIN = re.compile(
+    rf"(?:(?:{START}\s*)?(?:{FUNCTION}[^<>\n]*|{beginnings(FUNCTION)})|{START}\s*"
+    rf"|{beginnings(START)})\Z"
+)
+
+
+def _qwen3_coder(text: str, names: Collection[str], is_final: bool) -> Parsed:
+    content, calls, at = "", list[ToolCall](), 0
+    while begin := _XML_CALL.search(text, at):
+        name = begin[1]
+        arguments, end = read_arguments(text, begin.end(), _schema(names, name))
+        if end >= 0 and arguments is not None:
+            if tag := _XML_END.match(text, end):
+                end = tag.end()
+            elif not is_final and _XML_END_BEGIN.match(text, end):
+                end = -1
+        if end < 0:
+            return content + text[at : None if is_final else begin.start()], calls
+        written = _dump(arguments) if arguments is not None and name in names else None
+        content += text[at : end if written is None else begin.start()]
+        calls += _after(content, None if written is None else ToolCall(name, written))
+        at = end
+    held = None if is_final else _XML_BEGIN.search(text, at)
+    return content + text[at : held.start() if held else None], calls
+
+
+def _schema(names: Collection[str], name: str) -> Any:
+    """The parameters of a function, if they are known."""
+    return names.get(name) if isinstance(names, Mapping) else None
+
+
 _TAGS = CallForm(f"{START}\n", between=f"\n{END}\n{START}\n", end=f"\n{END}")
 _OBJECT = CallForm("", "parameters", "", "")
 HERMES = ToolFormat(_hermes, _TAGS, _TAGS)
+QWEN3_CODER = ToolFormat(_qwen3_coder, XmlForm(*_TAGS))
 NO_FORMAT = ToolFormat(lambda text, names, is_final: (text, []))
 FORMATS = {
     "hermes": HERMES,
@@ -236,6 +331,7 @@ FORMATS = {
     # templates of Mistral demand ids of nine letters or digits
     "mistral": ToolFormat(_mistral, LIST, CallForm(f"{MISTRAL_TAG} [", between=""), True, "{:.9}"),
     "pythonic": ToolFormat(_pythonic),
+    "qwen3_coder": QWEN3_CODER,
 }
 
 

@@ -90,7 +90,7 @@ ANSWERS = {
     "vllm serve Qwen/Qwen3-8B --enforce-eager": "--batch-buckets",
     "vllm serve Qwen/Qwen3-8B --enable-lora --lora-modules a=b": "merge their weights",
     "vllm serve TheBloke/Llama-2-13B-AWQ --quantization awq": "'fp8', 'int8', 'int4'",
-    "vllm serve Qwen/Qwen3-8B --tool-call-parser qwen3_coder": "'hermes', 'qwen25'",
+    "vllm serve Qwen/Qwen3-8B --tool-call-parser deepseek_v3": "'hermes', 'qwen25'",
     "vllm serve Qwen/Qwen3-8B --cpu-offload-gb 10": "--quantization",
     "vllm serve Qwen/Qwen3-8B --hf-overrides '{}'": "change config.json",
     "vllm serve Qwen/Qwen3-8B --rope-scaling '{\"factor\": 4.0}'": "change config.json",

@@ -8,7 +8,9 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors
 
+from specjax.text.parts import TextParts, Tools
 from specjax.text.tokenizer import Tokenizer
+from specjax.text.tool_formats import FORMATS
 
 USER = {"role": "user", "content": " Hi "}
 CHAT = [USER, {"role": "assistant", "content": "Yo"}, {"role": "user", "content": "Go"}]
@@ -105,6 +107,31 @@ FAMILIES = {
         ),
         ("Hi",),
     ),
+    # thoughts are open unless they are turned off; calls are XML, and results turns of the user
+    "qwen3.5": Published(
+        "{% if tools %}{{ '<|im_start|>system\n' }}{% for tool in tools %}"
+        "{{ tool | tojson + '\n' }}{% endfor %}{{ '<|im_end|>\n' }}{% endif %}"
+        "{% for message in messages %}{% if message.role == 'tool' %}{{ '<|im_start|>user\n"
+        "<tool_response>\n' + message.content + '\n</tool_response><|im_end|>\n' }}{% else %}"
+        "{{ '<|im_start|>' + message.role + '\n' }}{% if message.reasoning_content %}"
+        "{{ '<think>\n' + message.reasoning_content + '\n</think>\n\n' }}{% endif %}"
+        "{{ message.content }}{% for call in message.tool_calls or [] %}"
+        "{{ '\n\n<tool_call>\n<function=' + call.function.name + '>\n' }}"
+        "{% for key, value in call.function.arguments | items %}{{ '<parameter=' + key + '>\n' }}"
+        "{{ value if value is string else value | tojson }}{{ '\n</parameter>\n' }}{% endfor %}"
+        "{{ '</function>\n</tool_call>' }}{% endfor %}{{ '<|im_end|>\n' }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}"
+        "{% if enable_thinking is false %}{{ '\n</think>\n\n' }}{% endif %}{% endif %}",
+        ("<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_call>", "</tool_call>"),
+        {"bos_token": None, "eos_token": "<|im_end|>", "add_bos_token": False},
+        (
+            *("<|im_start|>", "user\n Hi ", "<|im_end|>", "\n"),
+            *("<|im_start|>", "assistant\nYo", "<|im_end|>", "\n"),
+            *("<|im_start|>", "user\nGo", "<|im_end|>", "\n"),
+            *("<|im_start|>", "assistant\n", "<think>", "\n"),
+        ),
+        ("Hi",),
+    ),
 }
 
 
@@ -166,5 +193,35 @@ def test_what_a_template_refuses_or_switches(tmp_path: Path) -> None:
         gemma.apply_chat_template([USER, USER])
     qwen = load(tmp_path / "qwen3", FAMILIES["qwen3"])
     assert qwen.apply_chat_template(CHAT, enable_thinking=True).endswith("assistant\n")
-    quiet = qwen.apply_chat_template(CHAT, enable_thinking=False)
-    assert quiet.endswith("assistant\n<think>\n\n</think>\n\n")
+    (tmp_path / "qwen3.5").mkdir()
+    for tokenizer in (qwen, load(tmp_path / "qwen3.5", FAMILIES["qwen3.5"])):
+        quiet = tokenizer.apply_chat_template(CHAT, enable_thinking=False)
+        assert quiet.endswith("assistant\n<think>\n\n</think>\n\n")
+
+
+def test_calls_in_the_history_are_what_the_parser_reads(tmp_path: Path) -> None:
+    """The template reads arguments as an object, and the client sent text."""
+    tokenizer = load(tmp_path, FAMILIES["qwen3.5"])
+    properties = {"city": {"type": "string"}, "days": {"type": "integer"}, "of": {"type": "array"}}
+    function = {"name": "weather", "parameters": {"type": "object", "properties": properties}}
+    tools = [{"type": "function", "function": function}]
+    values = [{"city": "5", "days": 2, "of": ["</tool_call>", None]}, {"city": "\n\n"}]
+    calls = [
+        {"id": str(i), "function": {"name": "weather", "arguments": json.dumps(value)}}
+        for i, value in enumerate(values)
+    ]
+    turn = {"role": "assistant", "content": "I look.", "reasoning_content": "Hm"}
+    results = [{"role": "tool", "content": f"sun {i}", "tool_call_id": str(i)} for i in range(2)]
+    text = tokenizer.apply_chat_template(
+        [USER, turn | {"tool_calls": calls}, *results], tools=tools
+    )
+    opening, _, turns = text.partition("<|im_start|>assistant\n")
+    assert json.loads(opening.split("\n")[1]) == tools[0]
+    answer, *others = turns.split("<|im_end|>\n")
+    response = "<|im_start|>user\n<tool_response>\nsun {}\n</tool_response>"
+    assert others == [*map(response.format, range(2)), "<|im_start|>assistant\n<think>\n"]
+    declared = Tools(tools, ["weather"], format=FORMATS["qwen3_coder"])
+    parts = TextParts(tools=declared, may_reason=True)
+    parts.read(answer, is_final=True)
+    assert (parts.reasoning, parts.content) == ("Hm", "I look.")
+    assert [json.loads(call.arguments) for call in parts.calls] == values
