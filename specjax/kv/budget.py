@@ -62,6 +62,7 @@ class PageBudget:
         self._set_pages = set_pages
         self._reserve = RESERVE_START
         self._followers = followers
+        self.waits = False  # whether the last holding that was refused may be admitted next time
         allocator.on_free += [follower.drop for follower in followers]
 
     @property
@@ -84,13 +85,19 @@ class PageBudget:
     ) -> bool:
         """Give a new holding the pages for its text and its first rounds, cached pages first.
 
-        Returns ``False`` and gives no pages if too few would be left for the running requests.
+        Returns ``False`` and gives no pages if too few would be left for the running requests, or
+        if a follower had better prepare chunks of others first (``waits``).
         Updates ``capacity``, the page totals of the running requests.
         """
         text = holding.cache_keys(holding.prefill_ids)
         node, shared = self.cache.match(text, holding.num_cacheable)
         holding.num_matched = len(shared) * self._allocator.page_size
-        if (usable := self._usable(shared)) < len(shared):
+        usable = self._usable(shared)
+        cacheable = text[: holding.num_cacheable]
+        self.waits = any(follower.awaits(cacheable, usable) for follower in self._followers)
+        if self.waits:
+            return False
+        if usable < len(shared):
             limit = usable * self._allocator.page_size
             node, shared = self.cache.match(text, limit)
         self.cache.lock(node)

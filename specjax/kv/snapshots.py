@@ -34,8 +34,10 @@ class Snapshots:
         self._page_map: OrderedDict[int, int] = OrderedDict()
         # pages whose snapshots count as used when they are read: at branches, or read before
         self._shared: set[int] = set()
-        # of chunks that have not been dispatched yet: holdings that keep states, and slots read
+        # of chunks that have not been dispatched yet: holdings and texts whose states are kept, and
+        # slots that are read
         self._begun: set[PageHolding] = set()
+        self._texts: list[list[int]] = []
         self._sources: set[int] = set()
 
     def usable(self, pages: Sequence[int]) -> int:
@@ -44,6 +46,14 @@ class Snapshots:
             if pages[count - 1] in self._page_map:
                 return count
         return 0
+
+    def awaits(self, text: list[int], count: int) -> bool:
+        """Whether the next dispatch keeps states of a text further on than after ``count`` pages.
+
+        A request with this text had better be admitted after that.
+        """
+        longer = (kept for kept in self._texts if len(kept) > count * self._page_size)
+        return any(text[: len(kept)] == kept for kept in longer)
 
     def prepare_chunk(self, holding: PageHolding, end: int, running: Iterable[PageHolding]) -> None:
         """Give slots to the states that a chunk up to ``end`` reads and keeps."""
@@ -59,6 +69,7 @@ class Snapshots:
             if begin < position <= end and (slot := self._take()):
                 holding.kept_states[position] = slot
                 self._begun.add(holding)
+                self._texts.append(holding.cache_keys(holding.prefill_ids)[:position])
 
     def chunks_dispatched(self) -> None:
         """Give the snapshots of prepared chunks to their pages: later dispatches may read them."""
@@ -69,8 +80,8 @@ class Snapshots:
                 if position <= holding.num_matched:
                     self._shared.add(page)
             holding.kept_states.clear()
-        self._begun.clear()
-        self._sources.clear()
+        for pending in (self._begun, self._texts, self._sources):
+            pending.clear()
 
     def end(self, holding: PageHolding) -> None:
         """Take back the slots of chunks that were not dispatched."""

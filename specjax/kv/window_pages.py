@@ -82,6 +82,10 @@ class WindowPages:
             self._page_map.move_to_end(page)
         return count
 
+    def awaits(self, text: list[int], count: int) -> bool:
+        """Requests can read the window pages that others write in the same dispatch."""
+        return False
+
     def prepare_chunk(self, holding: PageHolding, end: int, running: Iterable[PageHolding]) -> None:
         """Give window pages to a chunk from ``holding.kv_len`` to ``end``, not dispatched yet."""
         if not self._prepare([(holding, end)], running):

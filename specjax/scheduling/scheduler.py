@@ -374,7 +374,7 @@ class Scheduler:
             salt=salt_of(request.params.cache_salt),
         )
         if not self._budget.admit(row, self._running, capacity):
-            self._blocked_steps = RETRY_STEPS
+            self._blocked_steps = 0 if self._budget.waits else RETRY_STEPS
             return None
         # from here on, the request counts as running, even if the runner raises an error
         self._running.append(row)

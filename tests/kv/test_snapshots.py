@@ -42,7 +42,7 @@ class Simulation:
         self.budget = PageBudget(*form)
         self.pool: dict[int, Any] = {}
         self.running: list[Row] = []
-        self.hits = self.branches = self.taken = 0
+        self.hits = self.branches = self.taken = self.waits = 0
 
     def check_slots(self) -> None:
         """Each slot has one owner, and snapshots hold the states at the ends of their pages."""
@@ -61,7 +61,10 @@ class Simulation:
         text = [0] * int(self.rng.integers(1, 60))
         text += self.rng.integers(2, size=int(self.rng.integers(1, 20))).tolist()
         row = Row(free[0], text, CONTEXT, len(text))
-        assert self.budget.admit(row, self.running, self.budget.capacity(self.running))
+        if not self.budget.admit(row, self.running, self.budget.capacity(self.running)):
+            assert self.budget.waits
+            self.waits += 1
+            return None
         self.hits += row.num_cached > 0
         self.branches += row.num_matched > row.num_cached
         self.running.append(row)
@@ -157,7 +160,7 @@ def test_simulations_meet_what_they_are_for() -> None:
     for one in ones:
         for _ in range(40):
             one.step()
-    for name in ("hits", "branches", "taken"):
+    for name in ("hits", "branches", "taken", "waits"):
         assert sum(getattr(one, name) for one in ones) > 20, name
 
 

@@ -244,6 +244,9 @@ class After:
     def usable(self, pages: list[int]) -> int:
         return max(count for count in self.counts if count <= len(pages))
 
+    def awaits(self, text: list[int], count: int) -> bool:
+        return False
+
     def drop(self, pages: list[int]) -> None:
         """Has no pages."""
 

@@ -98,6 +98,14 @@ def test_texts_continue_from_snapshots(
     assert serve(serving, longer, TEXTS[3], TEXTS[1]) == [192, 64, 128]
 
 
+@pytest.mark.slow
+def test_requests_wait_for_states_that_the_next_call_keeps() -> None:
+    """Of texts that come together, the first and the one that leaves it are computed at once."""
+    serving = serving_of(None, width=320)
+    texts = TEXTS[1], TEXTS[3], TEXTS[2], TEXTS[1]
+    assert serve(serving, *texts) == [0, 0, 64, 128]
+
+
 def states_after(serving: Serving, text: list[int]) -> tuple[int, list[np.ndarray]]:
     """The number of cached tokens of a prompt that is served alone, and the states after it."""
     slot = serving.scheduler._free_slots[-1]
