@@ -32,12 +32,10 @@ class Snapshots:
         self._step, self._num_unmatched = math.lcm(page_size, step), max(1, lookahead)
         # slot of each page that has one, in the order in which they are taken back
         self._page_map: OrderedDict[int, int] = OrderedDict()
-        # pages whose snapshots count as used when they are read: at branches, or read before
+        # slots of snapshots that count as used when they are read: at branches, or read before
         self._shared: set[int] = set()
-        # of chunks that have not been dispatched yet: holdings and texts whose states are kept, and
-        # slots that are read
-        self._begun: set[PageHolding] = set()
-        self._texts: list[list[int]] = []
+        # of chunks not dispatched yet: holdings whose states are kept, and slots that are read
+        self._begun: dict[PageHolding, None] = {}
         self._sources: set[int] = set()
 
     def usable(self, pages: Sequence[int]) -> int:
@@ -52,42 +50,43 @@ class Snapshots:
 
         A request with this text had better be admitted after that.
         """
-        longer = (kept for kept in self._texts if len(kept) > count * self._page_size)
-        return any(text[: len(kept)] == kept for kept in longer)
+        return any(
+            at > count * self._page_size and text[:at] == other.cache_keys(other.prefill_ids)[:at]
+            for other in self._begun
+            for at in other.kept_states
+        )
 
     def prepare_chunk(self, holding: PageHolding, end: int, running: Iterable[PageHolding]) -> None:
         """Give slots to the states that a chunk up to ``end`` reads and keeps."""
         begin = holding.kv_len
         if begin == holding.num_cached > 0:
             page = self._page_at(holding, begin)
-            holding.state_source = self._page_map[page]
-            self._sources.add(holding.state_source)
-            self._page_map.move_to_end(page, last=page in self._shared)
-            self._shared.add(page)
+            holding.state_source = source = self._page_map[page]
+            self._page_map.move_to_end(page, last=source in self._shared)
+            self._shared.add(source)
+            self._sources.add(source)
         lengths = holding.num_matched, len(holding.prefill_ids) - self._num_unmatched
         for position in {length - length % self._step for length in lengths}:
             if begin < position <= end and (slot := self._take()):
                 holding.kept_states[position] = slot
-                self._begun.add(holding)
-                self._texts.append(holding.cache_keys(holding.prefill_ids)[:position])
+                self._begun[holding] = None
 
     def chunks_dispatched(self) -> None:
         """Give the snapshots of prepared chunks to their pages: later dispatches may read them."""
         for holding in self._begun:
             for position, slot in holding.kept_states.items():
-                page = self._page_at(holding, position)
-                self._page_map[page] = slot
+                self._page_map[self._page_at(holding, position)] = slot
                 if position <= holding.num_matched:
-                    self._shared.add(page)
+                    self._shared.add(slot)
             holding.kept_states.clear()
-        for pending in (self._begun, self._texts, self._sources):
-            pending.clear()
+        self._begun.clear()
+        self._sources.clear()
 
     def end(self, holding: PageHolding) -> None:
         """Take back the slots of chunks that were not dispatched."""
         self._free += holding.kept_states.values()
         holding.kept_states.clear()
-        self._begun.discard(holding)
+        self._begun.pop(holding, None)
 
     def grow(self, holdings: Sequence[PageHolding], running: Iterable[PageHolding]) -> bool:
         """Rounds need no snapshots."""
@@ -98,7 +97,6 @@ class Snapshots:
         for before, after in zip(sources, targets, strict=False):
             if before in self._page_map and after not in self._page_map:
                 self._page_map[after] = self._page_map.pop(before)
-                self._shared.discard(before)
 
     def replace(self, holding: PageHolding, sources: Iterable[int], targets: Iterable[int]) -> None:
         """Use ``targets`` instead of ``sources`` of equal text in a holding."""
@@ -106,9 +104,9 @@ class Snapshots:
 
     def drop(self, pages: Iterable[int]) -> None:
         """Take back the snapshots of pages that are freed."""
-        dropped = [page for page in pages if page in self._page_map]
-        self._free += [self._page_map.pop(page) for page in dropped]
-        self._shared.difference_update(dropped)
+        slots = [self._page_map.pop(page) for page in pages if page in self._page_map]
+        self._shared.difference_update(slots)
+        self._free += slots
 
     def _page_at(self, holding: PageHolding, position: int) -> int:
         return holding.pages[position // self._page_size - 1]

@@ -190,7 +190,7 @@ def test_the_branch_and_the_end_of_a_prompt_have_snapshots() -> None:
 
 
 def test_what_a_chat_has_left_behind_is_taken_back_first() -> None:
-    """Another text takes the snapshot before the last turn, not the branch of all chats."""
+    """Others take the snapshot before the last turn, then a text's end, not the branch of all."""
     snapshots = Snapshots(range(5, 9), 4, 8, 0)
     budget = PageBudget(PageAllocator(200, 4), PLAIN, lambda *_: None, 0, [snapshots])
     common = [0] * 30
@@ -198,6 +198,8 @@ def test_what_a_chat_has_left_behind_is_taken_back_first() -> None:
     later = [[*texts[1], 5, *[3] * 20], [4] * 20, [*common, 6]]
     assert [serve(budget, text, [5]) for text in [*texts, *later]] == [0, 0, 72, 0, 24]
     assert serve(budget, [*texts[1], 7], [5]) == 24
+    assert serve(budget, [7] * 20, [5]) == 0
+    assert serve(budget, [*common, 8], [5]) == 24
     assert len(snapshots._free) == 0
 
 
