@@ -10,6 +10,8 @@ from specjax.checkpoints import export_fp8, open_target
 from specjax.engine.args import EngineArgs
 from specjax.engine.plan import plan_engine
 from specjax.engine.weights import weights_from_tensors
+from specjax.testing import letter_tokenizer
+from specjax.testing.files import write_folder
 
 from ..support.model_files import read_folder, write_hybrid
 
@@ -45,6 +47,44 @@ def test_what_engines_refuse(hybrid: Path, files: Any) -> None:
         planned(files.target, **NEXTN)
     with pytest.raises(ValueError, match=r"has 1; lower it .* or set .*'NEXTN'"):
         planned(hybrid, **NEXTN | {"speculative_algorithm": "MULTI_LAYER_EAGLE"})
+
+
+# keys of published files that change nothing
+PUBLISHED: dict[str, Any] = {
+    "attn_output_gate": True,
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "full_attention_interval": 4,
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "mamba_ssm_dtype": "float32",
+    "mlp_only_layers": [],
+    "mtp_num_hidden_layers": 1,
+    "mtp_use_dedicated_embeddings": False,
+    "output_gate_type": "swish",
+    "unsloth_fixed_mtp": True,
+    "use_cache": True,
+}
+
+
+def test_a_multimodal_file_gives_the_same_weights(hybrid: Path, tmp_path: Path) -> None:
+    """Tensors of its language model have another prefix, but not those of the draft layer."""
+    text, tensors = read_folder(hybrid)
+    rope = {"rope_type": "default", "rope_theta": text.pop("rope_theta"), "mrope_interleaved": True}
+    rope |= {"mrope_section": [1, 1, 0], "partial_rotary_factor": text["partial_rotary_factor"]}
+    nested = text | PUBLISHED | {"rope_parameters": rope}
+    config = {"model_type": "qwen3_5", "architectures": ["Qwen3_5ForConditionalGeneration"]}
+    config |= {"text_config": nested, "vision_config": {"depth": 2}, "image_token_id": 9}
+    renamed = {x.replace("model.", "model.language_model.", 1): y for x, y in tensors.items()}
+    renamed["model.visual.merger.norm.weight"] = np.zeros(4, np.float32)
+    write_folder(tmp_path / "model", config, renamed, letter_tokenizer())
+    flat, wrapped = (planned(x, **NEXTN, dtype="float32") for x in (hybrid, tmp_path / "model"))
+    for ours, theirs in ((flat.target, wrapped.target), (flat.drafts[0], wrapped.drafts[0])):
+        assert ours.config == theirs.config
+        theirs.check_weights()
+        found = theirs.load_weights()
+        for name, weight in ours.load_weights().items():
+            np.testing.assert_array_equal(found[name], weight)
 
 
 def test_fp8_files_leave_rates_whole(hybrid: Path, tmp_path: Path) -> None:
