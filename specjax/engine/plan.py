@@ -54,7 +54,7 @@ class EnginePlan:
     @property
     def state_bytes(self) -> int:
         """Bytes of the states of recurrent layers, which ``needs`` counts as weights."""
-        shapes = request_shapes(self.networks.target.caches, self.config.num_slots)
+        shapes = request_shapes(self.networks.target.caches, self.config.num_states)
         return sum(x.size * x.dtype.itemsize for x in shapes)
 
     @property

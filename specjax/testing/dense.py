@@ -23,7 +23,7 @@ from specjax.models.layers import dense_attention, rotated
 from specjax.sampling.params import SamplingParams
 from specjax.testing.models import TARGET
 
-WIDTH = 128  # maximum length of a text, in tokens
+WIDTH = 128  # texts are padded to multiples of it, in tokens
 
 
 @rotated
@@ -76,18 +76,18 @@ class Output:
 
 
 @cache
-def _dense_function(config: ModelConfig) -> Callable[..., jax.Array]:
+def _dense_function(config: ModelConfig, width: int) -> Callable[..., jax.Array]:
     flat = FlatModel.of(partial(CausalLM, config))
-    positions = jnp.arange(WIDTH, dtype=jnp.int32)[None]
+    positions = jnp.arange(width, dtype=jnp.int32)[None]
     pool = abstract_pool(flat.caches, 2)
-    rows = RequestRows(*(jnp.array([x], jnp.int32) for x in (1, -1, 0, WIDTH)))
+    rows = RequestRows(*(jnp.array([x], jnp.int32) for x in (1, -1, 0, width)))
 
     @jax.jit
     def logits(weights: Weights, tokens: jax.Array) -> jax.Array:
         model = flat.rebuild(weights)
         inputs: Any = None, dense_attend
         if pool is not None:  # states from zeros, row by row
-            recur = recur_in_order(rows, WIDTH, pool.num_taps, group=1, implementation="xla")
+            recur = recur_in_order(rows, width, pool.num_taps, group=1, implementation="xla")
             zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), pool)
             inputs = (None, zeros), (dense_attend, recur)
         return model.logits(model(tokens, positions, *inputs)[0])[0]
@@ -97,9 +97,9 @@ def _dense_function(config: ModelConfig) -> Callable[..., jax.Array]:
 
 def dense_logits(weights: Weights, ids: Sequence[int], config: ModelConfig = TARGET) -> np.ndarray:
     """Compute the raw logits f32 ``[N, V]`` of a whole text."""
-    padded = np.zeros((1, WIDTH), np.int32)
+    padded = np.zeros((1, -(-len(ids) // WIDTH) * WIDTH), np.int32)
     padded[0, : len(ids)] = ids
-    return np.asarray(_dense_function(config)(weights, padded))[: len(ids)]
+    return np.asarray(_dense_function(config, padded.size)(weights, padded))[: len(ids)]
 
 
 def dense_decode(

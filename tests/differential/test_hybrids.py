@@ -110,7 +110,7 @@ def test_quantised_engines_equal_plain_decoding(hybrid, drafts, quantization) ->
     finally:
         plain.close()
     for seen in SEEN:
-        assert (counts[seen] > 0) == (seen != "cached tokens"), seen
+        assert counts[seen] > 0, seen
 
 
 @pytest.mark.slow
@@ -125,5 +125,4 @@ def test_engines_equal_plain_decoding(hybrid, drafts, plain, index, device) -> N
     counts = trial.run(BATCHES)
     print(row, dict(counts))
     for seen in SEEN:
-        # no state is kept where a cached text would start
-        assert (counts[seen] > 0) == (seen != "cached tokens"), seen
+        assert counts[seen] > 0, seen

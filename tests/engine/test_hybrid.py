@@ -29,8 +29,10 @@ def planned(path: Path, **options: Any) -> Any:
 
 def test_a_plan_states_the_memory_of_states(hybrid: Path) -> None:
     plan = planned(hybrid, **NEXTN, dtype="float32")
-    # four slots and that of padding, each with the state and the window of one layer
-    assert plan.state_bytes == 5 * 4 * (4 * 16 * 16 + 3 * 128)
+    # four slots, that of padding and eight snapshots, each with the state and window of one layer
+    assert plan.state_bytes == 13 * 4 * (4 * 16 * 16 + 3 * 128)
+    least = planned(hybrid, dtype="float32", max_state_snapshots=0)
+    assert 13 * least.state_bytes == 5 * plan.state_bytes
     draft, drafting, _, sizes = plan.describe()
     assert draft.startswith("draft: 1 multi-token prediction modules")
     assert drafting.startswith("EAGLE: 3 drafted tokens per round")

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from specjax.kernels.delta_scan import GROUP
 
 from specjax.engine.args import EngineArgs
 from specjax.engine.plan import num_snapshots
@@ -39,6 +40,8 @@ __all__ = ["family"]
 # texts with a common beginning of 100 tokens
 COMMON = RNG.integers(6, 61, size=100).tolist()
 TEXTS = [[*COMMON, *RNG.integers(6, 61, size=n).tolist()] for n in (120, 40, 90, 60)]
+BRANCH = len(COMMON) // GROUP * GROUP
+ENDS = [(len(text) - 1) // GROUP * GROUP for text in TEXTS]
 SIZES: Any = {"pages_per_request": WIDTH // 4, "num_snapshots": 8}
 
 
@@ -93,9 +96,9 @@ def test_texts_continue_from_snapshots(
     serving = serving_of(shape, width=width, has_head=has_head)
     assert serve(serving, TEXTS[0]) == [0]
     assert serve(serving, TEXTS[1]) == [0]
-    assert serve(serving, TEXTS[2]) == [64]
+    assert serve(serving, TEXTS[2]) == [BRANCH]
     longer = [*TEXTS[0], 7, 8, 9]
-    assert serve(serving, longer, TEXTS[3], TEXTS[1]) == [192, 64, 128]
+    assert serve(serving, longer, TEXTS[3], TEXTS[1]) == [ENDS[0], BRANCH, ENDS[1]]
 
 
 @pytest.mark.slow
@@ -103,7 +106,7 @@ def test_requests_wait_for_states_that_the_next_call_keeps() -> None:
     """Of texts that come together, the first and the one that leaves it are computed at once."""
     serving = serving_of(None, width=320)
     texts = TEXTS[1], TEXTS[3], TEXTS[2], TEXTS[1]
-    assert serve(serving, *texts) == [0, 0, 64, 128]
+    assert serve(serving, *texts) == [0, 0, BRANCH, ENDS[1]]
 
 
 def states_after(serving: Serving, text: list[int]) -> tuple[int, list[np.ndarray]]:
@@ -120,13 +123,13 @@ def test_states_do_not_depend_on_snapshots_and_chunks() -> None:
     """Groups of rows are the same, so only sums of other layers may be in another order."""
     once = serving_of(None)
     (_, expected), (cached, states) = (states_after(once, TEXTS[0]) for _ in range(2))
-    assert cached == 192
+    assert cached == ENDS[0]
     for now, before in zip(states, expected, strict=True):
         np.testing.assert_array_equal(now, before)
     with_branch = serving_of(None)
     for text in TEXTS[1:3]:
         states_after(with_branch, text)
-    for cached, serving in ((64, with_branch), (0, serving_of(None, width=37))):
+    for cached, serving in ((BRANCH, with_branch), (0, serving_of(None, width=37))):
         found, states = states_after(serving, TEXTS[0])
         assert found == cached
         for now, before in zip(states, expected, strict=True):
@@ -138,12 +141,12 @@ def test_evicted_snapshots_are_computed_again() -> None:
     """Cached pages are not used after the only snapshot, which another text took."""
     serving = serving_of(None, num_snapshots=1)
     assert serve(serving, TEXTS[0]) == [0]
-    assert serve(serving, TEXTS[0]) == [192]
+    assert serve(serving, TEXTS[0]) == [ENDS[0]]
     assert serve(serving, TEXTS[1][::-1]) == [0]
     assert serve(serving, TEXTS[0]) == [0]
     serving.scheduler.flush_cache()
     assert serve(serving, TEXTS[0]) == [0]
-    assert serve(serving, TEXTS[0]) == [192]
+    assert serve(serving, TEXTS[0]) == [ENDS[0]]
 
 
 @pytest.mark.slow
@@ -178,7 +181,7 @@ def test_a_slot_is_used_again_after_an_abort_in_a_prompt(is_idle: bool) -> None:
     serving.step()
     assert 0 < serving.rows[-1].kv_len < len(TEXTS[0])
     serving.scheduler.abort(request)
-    assert serve(serving, TEXTS[0], TEXTS[2]) == [64, 64]
+    assert serve(serving, TEXTS[0], TEXTS[2]) == [BRANCH, BRANCH]
 
 
 @pytest.mark.slow
