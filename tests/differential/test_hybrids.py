@@ -82,6 +82,29 @@ def test_the_own_layer_drafts_from_a_hot_vocabulary(hybrid: Files, tmp_path, opt
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("options", [{"speculative": False}, OWN_LAYER], ids=["plain", "NEXTN"])
+def test_chats_continue_from_snapshots(hybrid: Files, options: Any) -> None:
+    """The second turns of two chats, and another chat that begins as they did."""
+    rng, params = np.random.default_rng(0), {"temperature": 0.0, "max_new_tokens": 12}
+    params |= {"ignore_eos": True}
+    common, *ends = (rng.integers(60, size=n).tolist() for n in (36, 30, 30))
+    with hybrid.engine(dtype="float32", **options) as engine:
+        weights, config = engine.runner.weights[0], engine.target.config
+
+        def turn(prompts: list[list[int]], cached: list[int]) -> list[list[int]]:
+            results = engine.generate(input_ids=prompts, sampling_params=params)
+            assert [result["meta_info"]["cached_tokens"] for result in results] == cached
+            for prompt, result in zip(prompts, results, strict=True):
+                job = Job(prompt=tuple(prompt), params=SamplingParams(**params))
+                assert result["output_ids"] == dense_decode(weights, job, config).tokens
+                prompt += [*result["output_ids"], 7]
+            return prompts
+
+        turn(turn([[*common, *end] for end in ends], [0, 0]), [64, 64])
+        turn([[*common, 9, 9]], [32])
+
+
+@pytest.mark.slow
 def test_rejection_sampling_keeps_greedy_texts(hybrid: Files) -> None:
     """Seeded texts have the target's distribution, but other tokens."""
     options = OWN_LAYER | {"speculative_use_rejection_sampling": True}
