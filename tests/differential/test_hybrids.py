@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specjax import SamplingParams
+from specjax import DisaggregatedEngine, SamplingParams
 from specjax.testing import Files, check_tokens
 from specjax.testing.dense import Job, dense_decode
 from specjax.testing.files import CONFIG
@@ -102,6 +102,18 @@ def test_chats_continue_from_snapshots(hybrid: Files, options: Any) -> None:
 
         turn(turn([[*common, *end] for end in ends], [0, 0]), [64, 64])
         turn([[*common, 9, 9]], [32])
+
+
+@pytest.mark.slow
+def test_two_sides_have_the_tokens_of_dense_decoding(hybrid: Files) -> None:
+    """Prompts come with their states from another engine, with pages of another size."""
+    prompts = np.random.default_rng(0).integers(60, size=(3, 40)).tolist()
+    options = OWN_LAYER | {"kind": DisaggregatedEngine, "prefill": {"page_size": 8}}
+    with hybrid.engine(dtype="float32", **options) as engine:
+        assert check_tokens(engine, prompts, count=20) > 10
+        infos = engine.get_server_info(), engine.prefill.get_server_info()
+        tokens = [info["internal_states"][0]["prompt_tokens"] for info in infos]
+        assert tokens[1] == 6 * 40, tokens
 
 
 @pytest.mark.slow
