@@ -17,8 +17,7 @@ from specjax.scheduling.loop import Call, EngineLoop
 from specjax.scheduling.scheduler import Scheduler
 from specjax.types import DraftShape
 
-from ..speculative.test_recurrent import CHAIN, GREEDY, dense_text, family, runner_of
-from ..speculative.test_snapshots import SIZES, TEXTS
+from ..support.recurrent import CHAIN, GREEDY, POOL, TEXTS, dense_text, family, runner_of
 from ..support.runners import make_request
 
 __all__ = ["family"]
@@ -31,7 +30,7 @@ PROMPTS = [TEXTS[1][70:], TEXTS[2][::-1], [9, 8]]
 
 def runners(shape: DraftShape | None) -> tuple[Any, Any]:
     """Runners of a prefill and a decode side with all functions for a transfer."""
-    prefill, decode = runner_of(shape, **PREFILL), runner_of(shape, prefill_buckets=(160,), **SIZES)
+    prefill, decode = runner_of(shape, **PREFILL), runner_of(shape, prefill_buckets=(160,), **POOL)
     for runner in (prefill, decode):
         KVTransfer(runner).compile(gives=runner is prefill, show_progress=False)
     return prefill, decode

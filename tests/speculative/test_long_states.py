@@ -10,8 +10,8 @@ import pytest
 from specjax.speculative.prefill import Chunk
 from specjax.types import DraftShape
 
+from ..support.recurrent import CHAIN, GREEDY, PACKED, PROMPTS, SEEDED, TREE, family, runner_of
 from ..support.runners import make_request, run_requests
-from .test_recurrent import CHAIN, GREEDY, PACKED, PROMPTS, SEEDED, TREE, family, runner_of
 
 __all__ = ["family"]
 pytestmark = pytest.mark.slow

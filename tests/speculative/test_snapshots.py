@@ -14,6 +14,20 @@ from specjax.runtime.runner_config import memory_needs
 from specjax.testing.models import TARGET
 from specjax.types import DraftShape
 
+from ..support.recurrent import (
+    CHAIN,
+    COMMON,
+    CONFIG,
+    GREEDY,
+    PLAIN,
+    POOL,
+    RNG,
+    TEXTS,
+    dense_text,
+    family,
+    runner_of,
+    target,
+)
 from ..support.runners import (
     EAGLE,
     algorithm_of,
@@ -23,26 +37,10 @@ from ..support.runners import (
     runner_config,
 )
 from ..support.schedulers import Serving
-from .test_recurrent import (
-    CHAIN,
-    CONFIG,
-    GREEDY,
-    PLAIN,
-    RNG,
-    WIDTH,
-    dense_text,
-    family,
-    runner_of,
-    target,
-)
 
 __all__ = ["family"]
-# texts with a common beginning of 100 tokens
-COMMON = RNG.integers(6, 61, size=100).tolist()
-TEXTS = [[*COMMON, *RNG.integers(6, 61, size=n).tolist()] for n in (120, 40, 90, 60)]
 BRANCH = len(COMMON) // GROUP * GROUP
 ENDS = [(len(text) - 1) // GROUP * GROUP for text in TEXTS]
-SIZES: Any = {"pages_per_request": WIDTH // 4, "num_snapshots": 8}
 
 
 @cache
@@ -64,7 +62,7 @@ def serving_of(
 ) -> Serving:
     """Prompts are computed in chunks of at most ``width`` tokens."""
     make = head_runner if has_head else partial(runner_of, shape)
-    runner = make(prefill_buckets=(width,), **SIZES)
+    runner = make(prefill_buckets=(width,), **POOL)
     serving = Serving(runner=runner, is_cached=True, **options)
     follower = serving.scheduler._budget._followers[0]
     follower._free = follower._free[:num_snapshots]
@@ -186,7 +184,7 @@ def test_a_slot_is_used_again_after_an_abort_in_a_prompt(is_idle: bool) -> None:
 
 @pytest.mark.slow
 def test_snapshots_count_in_the_memory_plan() -> None:
-    runner = runner_of(None, prefill_buckets=(160,), **SIZES)
+    runner = runner_of(None, prefill_buckets=(160,), **POOL)
     other = replace(runner.config, num_snapshots=9)
     before, after = (memory_needs(runner.networks, x) for x in (runner.config, other))
     state = sum(np.prod(x.shape) // x.shape[1] * 4 for x in runner.abstract_state.pools.requests)
