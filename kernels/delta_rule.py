@@ -7,13 +7,14 @@ writes none, and the replay of the accepted path writes states and windows of th
 
 All kernels take the same steps in the same order, here and in ``delta_scan``. So an output and a
 state have the same bits whether their row is verified in a chain or a tree, replayed or computed in
-order, and whatever other rows and requests there are. Sums are over K, which is in one warp.
+order, and whatever other rows and requests there are. Sums are over K, which is in 8 lanes: over
+more, shuffles between lanes would take longer than the products.
 
 Axes: W rows of a pass, B requests, T rows per request, A rows of an accepted path, Hk query and key
 heads of size K, Hv value heads of size V, C channels, J taps, L layers, S slots.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -25,8 +26,8 @@ from specjax.kernels.backend import load, power_of_two, resolve, store, triton_c
 from specjax.kernels.delta_inputs import DeltaInputs, ReplayRows, RequestRows, layer_operand
 
 MAX_ROWS = 16  # of a request; a program holds all of them in registers
-NUM_WARPS = 4  # per program; each has whole rows of a state
-LANE = 4  # elements that a lane loads at once
+NUM_WARPS = 2  # per program
+PART = 32  # elements of a key in 8 lanes, 4 in each; all parts are in the same lanes
 
 
 class DeltaPool(NamedTuple):
@@ -52,64 +53,79 @@ class DeltaPool(NamedTuple):
         return all(size >= 16 and size.bit_count() == 1 for size in self.states.shape[3:])
 
 
-def choose_width(value_dim: int, key_dim: int, num_states: int = 1) -> int:
+def choose_width(key_dim: int, value_dim: int, num_states: int = 1) -> int:
     """Rows of a state per program, which holds ``num_states`` states if its rows are a tree.
 
-    Lanes have at least ``LANE`` neighbours of a row: with fewer, sums add in another order. Among
-    16, 32 and 64, none is more than 2 % faster than 32 for 32 requests (H200, K = V = 128).
+    Lanes must have 4 neighbours of a key: with fewer, sums would add in another order.
     """
-    most = 32 if num_states <= 4 else 128 // power_of_two(num_states)
-    return min(value_dim, max(most, 32 * NUM_WARPS * LANE // key_dim))
+    fewest = 32 * NUM_WARPS * 4 // min(key_dim, PART)
+    return min(value_dim, max(16 if num_states <= 4 else 8, fewest))
+
+
+Parts = tuple[Array, ...]  # P arrays, each with K / P elements of keys
 
 
 class HeadRow(NamedTuple):
     """A row of a value head in float32; leading axes are optional."""
 
-    query: Array  # [..., K]
-    key: Array  # [..., K]
+    query: Any  # [..., K], or parts [..., 1, K / P]
+    key: Any  # [..., K], or parts [..., 1, K / P]
     value: Array  # [..., V], or some of its elements
     beta: Array  # [...]
     log_decay: Array  # [...]
 
+    def in_parts(self) -> "HeadRow":
+        """The same with queries and keys in one part."""
+        query, key = ((x[..., None, :],) for x in (self.query, self.key))
+        return self._replace(query=query, key=key)
 
-def moved(state: Array, key: Array, log_decay: Array, delta: Array) -> Array:
-    """The state ``[..., V, K]`` after a row."""
-    return state * jnp.exp(log_decay)[..., None, None] + delta[..., None] * key[..., None, :]
+
+def moved(state: Parts, key: Parts, log_decay: Array, delta: Array) -> Parts:
+    """The state, of parts ``[..., V, K / P]``, after a row."""
+    decay, delta = jnp.exp(log_decay)[..., None, None], delta[..., None]
+    return tuple(x * decay + delta * y for x, y in zip(state, key, strict=True))
 
 
-def step(state: Array, row: HeadRow) -> tuple[Array, Array, Array]:
-    """The state ``[..., V, K]`` after a row, its delta ``[..., V]`` and its output ``[..., V]``.
+def step(state: Parts, row: HeadRow) -> tuple[Parts, Array, Array]:
+    """The state after a row, its delta ``[..., V]`` and its output ``[..., V]``.
 
-    Both sums read the state before the row, so that neither waits for the other.
+    Both sums over the state read the one before the row, so that neither waits for the other.
     """
+
+    def sums(x: Parts, y: Parts) -> Array:
+        first, *others = (a * b for a, b in zip(x, y, strict=True))
+        return jnp.sum(sum(others, first), axis=-1)
+
     query, key, decay = row.query, row.key, jnp.exp(row.log_decay)[..., None]
-    recalled = decay * jnp.sum(state * key[..., None, :], axis=-1)
-    delta = row.beta[..., None] * (row.value - recalled)
-    of_key = jnp.sum(query * key, axis=-1)[..., None]
-    out = decay * jnp.sum(state * query[..., None, :], axis=-1) + of_key * delta
+    delta = row.beta[..., None] * (row.value - decay * sums(state, key))
+    out = decay * sums(state, query) + sums(query, key) * delta
     return moved(state, key, row.log_decay, delta), delta, out
 
 
+def chosen(condition: Array, x: Parts, y: Parts) -> Parts:
+    return jax.tree.map(partial(jnp.where, condition), x, y)
+
+
 def _verified(
-    state: Array, rows: Sequence[HeadRow], parents: Sequence[Array]
+    state: Parts, rows: Iterable[HeadRow], parents: Sequence[Array]
 ) -> list[tuple[Array, Array]]:
     """Deltas and outputs of the rows of a chain, or of a tree if there are ``parents``."""
-    after: list[Array] = []
+    after: list[Parts] = []
     results = []
     for i, row in enumerate(rows):
         before = after[-1] if after and not parents else state
         for j in range(i if parents else 0):
-            before = jnp.where(parents[i] == j, after[j], before)
+            before = chosen(parents[i] == j, after[j], before)
         state_after, delta, out = step(before, row)
         after.append(state_after)
         results.append((delta, out))
     return results
 
 
-def _replayed(state: Array, count: Array, rows: Sequence[tuple[Array, Array, Array]]) -> Array:
+def _replayed(state: Parts, count: Array, rows: Sequence[tuple[Parts, Array, Array]]) -> Parts:
     """The state after the first ``count`` rows, of which each is a key, a decay and a delta."""
     for i, row in enumerate(rows):
-        state = jnp.where(i < count, moved(state, *row), state)
+        state = chosen(i < count, moved(state, *row), state)
     return state
 
 
@@ -152,10 +168,11 @@ def _verify_reference(
     """Deltas and outputs f32 ``[W, Hv, V]``; zeros in rows without a request."""
     number, last = jnp.arange(num_rows, dtype=jnp.int32), len(every.value) - 1
     row = rows.starts[:, None] + number
-    drafted = [HeadRow(*(x[jnp.clip(row[:, i], 0, last)] for x in every)) for i in range(num_rows)]
+    index = jnp.clip(row, 0, last).T
+    drafted = (HeadRow(*(x[i] for x in every)).in_parts() for i in index)
     of_rows = range(0 if parents is None else num_rows)
     numbers = [parents[:, i, None, None, None] for i in of_rows]  # type: ignore[index]
-    results = _verified(before, drafted, numbers)
+    results = _verified((before,), drafted, numbers)
     target = jnp.where(number < rows.counts[:, None], row, last + 1)
     zeros = jnp.zeros(every.value.shape, jnp.float32)
     stacked = (jnp.stack(x, axis=1) for x in zip(*results, strict=True))
@@ -168,17 +185,24 @@ def _replay_reference(
     def of_layer(layer: Array, of_rows: ReplayRows) -> tuple[Array, Array]:
         mixed, keys, *others = of_rows
         shared = pool.states.shape[2] // keys.shape[1]
-        keys = jnp.repeat(keys, shared, axis=1).astype(jnp.float32)
+        keys = jnp.repeat(keys, shared, axis=1)[:, :, None].astype(jnp.float32)
         index = jnp.clip(rows.starts[:, None] + path, 0, len(keys) - 1).T
-        accepted: Any = [tuple(x[row] for x in (keys, *others)) for row in index]
-        states, windows = (read_slots(x, layer, rows) for x in pool)
-        states = _replayed(states, rows.counts[:, None, None, None], accepted)
+        accepted: Any = [((keys[row],), *(x[row] for x in others)) for row in index]
+        before, windows = (read_slots(x, layer, rows) for x in pool)
+        (states,) = _replayed((before,), rows.counts[:, None, None, None], accepted)
         return states, slid(windows, mixed, rows, path)
 
     layers = jnp.arange(len(pool.states), dtype=jnp.int32)
     values = jax.vmap(of_layer)(layers, replay)
     pairs = zip(pool, values, strict=True)
     return DeltaPool(*(write_slots(x, slice(None), rows, y) for x, y in pairs))
+
+
+def parts_of(key_dim: int, part: int = PART) -> list[Array]:
+    """Numbers i32 ``[1, part]`` of the elements of a key, for each part."""
+    size = min(key_dim, part)
+    lane = jnp.arange(size, dtype=jnp.int32)[None]
+    return [at + lane for at in range(0, key_dim, size)]
 
 
 class Tile(NamedTuple):
@@ -194,30 +218,35 @@ class Tile(NamedTuple):
         columns = part * width + jnp.arange(width, dtype=jnp.int32)
         return cls(head, columns, head * (value_dim // width) + part)
 
-    def where(self, key_dim: int) -> tuple[Any, ...]:
-        """Indices of the tile ``[width, K]`` in the states of a request."""
-        return self.head, self.columns[:, None], jnp.arange(key_dim, dtype=jnp.int32)[None]
+    def load_state(self, states: Any, layer: Array, source: Array, part: int = PART) -> Parts:
+        """Parts f32 ``[width, part]`` of the state in a slot, or zeros if this is negative."""
+        at = layer, jnp.maximum(source, 0), self.head, self.columns[:, None]
 
-    def load_state(self, states: Any, layer: Array, source: Array) -> Array:
-        """The tile f32 ``[width, K]`` of the state in a slot, or zeros if this is negative."""
-        at = states.at[layer, jnp.maximum(source, 0), *self.where(states.shape[4])]
-        mask = jnp.broadcast_to(source >= 0, (len(self.columns), states.shape[4]))
-        return load(at, mask=mask, other=0.0)
+        def load_part(lanes: Array) -> Array:
+            mask = jnp.broadcast_to(source >= 0, (len(self.columns), lanes.shape[1]))
+            return load(states.at[*at, lanes], mask=mask, other=0.0)
 
-    def load_key(self, replay: ReplayRows, place: Array, row: Array) -> Array:
+        return tuple(map(load_part, parts_of(states.shape[4], part)))
+
+    def store_state(self, states: Any, layer: Array, slot: Array, state: Parts) -> None:
+        lanes = parts_of(states.shape[4], state[0].shape[1])
+        for lane, values in zip(lanes, state, strict=True):
+            store(states.at[layer, slot, self.head, self.columns[:, None], lane], values)
+
+    def load_key(self, replay: ReplayRows, place: Array, row: Array) -> Parts:
         _, _, key_heads, key_dim = replay.keys.shape
         head = self.head // (replay.log_decays.shape[2] // key_heads)
-        key = load(replay.keys.at[place, row, head, jnp.arange(key_dim, dtype=jnp.int32)])
-        return key.astype(jnp.float32)
+        lanes = parts_of(key_dim)
+        return tuple(load(replay.keys.at[place, row, head, x]).astype(jnp.float32) for x in lanes)
 
     def load_row(
         self, inputs: DeltaInputs, replay: ReplayRows, place: Array, row: Array
     ) -> HeadRow:
         (_, key_heads, key_dim), value_heads = inputs.queries.shape, inputs.values.shape[1]
         key_head = self.head // (value_heads // key_heads)
-        lane = jnp.arange(key_dim, dtype=jnp.int32)
+        queries = (load(inputs.queries.at[row, key_head, x]) for x in parts_of(key_dim))
         return HeadRow(
-            load(inputs.queries.at[row, key_head, lane]).astype(jnp.float32),
+            tuple(x.astype(jnp.float32) for x in queries),
             self.load_key(replay, place, row),
             load(inputs.values.at[row, self.head, self.columns]).astype(jnp.float32),
             inputs.betas[row, self.head],
@@ -262,7 +291,7 @@ class Tile(NamedTuple):
 
 
 def specjax_delta_verify(*refs: Any, num_rows: int, width: int) -> None:
-    """Kernel body. It loads all rows first, because a store would delay the loads after it."""
+    """Kernel body. It stores after all rows, because a store would delay the loads after it."""
     layer_ref, rows, inputs, states_ref, parents_ref, replay, deltas_ref, outs_ref = refs
     request, layer = pl.program_id(0), layer_ref[0]
     count, place = rows.counts[request], layer % deltas_ref.shape[0]
@@ -272,7 +301,7 @@ def specjax_delta_verify(*refs: Any, num_rows: int, width: int) -> None:
     def _() -> None:
         state = tile.load_state(states_ref, layer, rows.sources[request])
         index = [jnp.minimum(rows.starts[request] + i, last) for i in range(num_rows)]
-        drafted = [tile.load_row(inputs, replay, place, row) for row in index]
+        drafted = (tile.load_row(inputs, replay, place, row) for row in index)
         of_rows = range(0 if parents_ref is None else num_rows)
         parents = [parents_ref[request, i] for i in of_rows]
         for i, (delta, out) in enumerate(_verified(state, drafted, parents)):
@@ -301,8 +330,8 @@ def specjax_delta_replay(*refs: Any, width: int) -> None:
             delta = load(replay.deltas.at[layer, row, tile.head, tile.columns])
             log_decay = replay.log_decays[layer, row, tile.head]
             accepted.append((tile.load_key(replay, layer, row), log_decay, delta))
-        target = pool.states.at[layer, rows.slots, *tile.where(state.shape[1])]
-        store(target, _replayed(state, rows.counts, accepted))
+        state = _replayed(state, rows.counts, accepted)
+        tile.store_state(pool.states, layer, rows.slots, state)
         tile.slide_window(pool, replay.mixed, layer, rows, row_of)
 
 
@@ -369,7 +398,7 @@ def delta_verify(
         deltas, outs = _verify_reference(every, before, rows, num_rows, parents)
         return outs, replay._replace(deltas=replay.deltas.at[place].set(deltas))
     num_states = 1 if parents is None else num_rows
-    width = width or choose_width(value_dim, pool.states.shape[4], num_states)
+    width = width or choose_width(pool.states.shape[4], value_dim, num_states)
     out = jax.ShapeDtypeStruct((total, value_heads, value_dim), jnp.float32)
     operands = layer_operand(layer), rows, inputs, pool.states, parents, replay._replace(mixed=None)
     deltas, outs = triton_call(
@@ -420,7 +449,7 @@ def delta_replay(
     rows = rows._replace(counts=jnp.sum(path >= 0, axis=1, dtype=jnp.int32)).live()
     if implementation == "xla" or not pool.has_kernels:
         return _replay_reference(pool, replay, rows, path)
-    width = width or choose_width(value_dim, key_dim)
+    width = width or choose_width(key_dim, value_dim)
     operands = rows, path, replay, pool
     first = len(jax.tree.leaves(operands)) - 2
     (pool,) = triton_call(

@@ -29,8 +29,10 @@ from specjax.kernels.backend import INVARIANT, load, resolve, row_dot, store, tr
 from specjax.kernels.delta_inputs import DeltaInputs, ReplayRows, RequestRows, layer_operand
 from specjax.kernels.delta_rule import (
     NUM_WARPS,
+    PART,
     DeltaPool,
     HeadRow,
+    Parts,
     Tile,
     check,
     choose_width,
@@ -46,6 +48,7 @@ from specjax.kernels.paged import running_sums
 # Rows of a group, a power of two of at least 16. In 24 layers with 32 value heads, a prompt of 4096
 # tokens takes 16 ms; in groups of 64, it takes 59 ms (H200).
 GROUP = 32
+GROUP_WARPS = 4  # per program that computes groups
 
 
 class Kept(NamedTuple):
@@ -144,7 +147,7 @@ def _reference(
 
     def of_head(state: Array, of_rows: HeadRow) -> tuple[Array, Array]:
         if size == 1:
-            after, _, out = step(state, HeadRow(*(x[0] for x in of_rows)))
+            (after,), _, out = step((state,), HeadRow(*(x[0] for x in of_rows)).in_parts())
             return after, out[None]
         inverse = _inverse(of_rows.key, of_rows.beta, of_rows.log_decay)
         return _group(state, of_rows, inverse)
@@ -163,8 +166,9 @@ def _reference(
 
 
 def _add_groups(
-    add: Callable[[Array, Array], Array],
+    add: Callable[[Array, Parts], Parts],
     size: int,
+    part: int,
     tile: Tile,
     pool: DeltaPool,
     mixed: Any,
@@ -174,22 +178,21 @@ def _add_groups(
 ) -> None:
     """Add all groups to a tile of the state of a request, and write it and its window."""
 
-    def write(state: Array, slot: Array) -> None:
-        store(pool.states.at[layer, slot, *tile.where(state.shape[1])], state)
+    write = partial(tile.store_state, pool.states, layer)
 
-    def add_and_keep(i: Array, state: Array) -> Array:
+    def add_and_keep(i: Array, state: Parts) -> Parts:
         state = add(i, state)
         if kept is not None:
             is_kept = jnp.minimum((i + 1) * size, rows.counts) == kept.counts
-            pl.when(is_kept & (kept.slots > 0))(lambda: write(state, kept.slots))
+            pl.when(is_kept & (kept.slots > 0))(lambda: write(kept.slots, state))
         return state
 
     def slide(rows: RequestRows) -> None:
         tile.slide_window(pool, mixed, layer, rows, lambda i: rows.starts + i)
 
-    state = tile.load_state(pool.states, layer, rows.sources)
+    state = tile.load_state(pool.states, layer, rows.sources, part)
     state = jax.lax.fori_loop(0, pl.cdiv(rows.counts, size), add_and_keep, state)
-    write(state, rows.slots)
+    write(rows.slots, state)
     if kept is not None:  # before the window that it reads is written
         of_kept = rows._replace(slots=kept.slots, counts=kept.counts)
         pl.when(kept.slots > 0)(lambda: slide(of_kept))
@@ -206,13 +209,13 @@ def specjax_delta_steps(*refs: Any, width: int) -> None:
 
     @pl.when(rows.counts > 0)
     def _() -> None:
-        def add(i: Array, state: Array) -> Array:
+        def add(i: Array, state: Parts) -> Parts:
             row = rows.starts + i
             state, _, out = step(state, tile.load_row(inputs, replay, place, row))
             store(outs_ref.at[row, tile.head, tile.columns], out)
             return state
 
-        _add_groups(add, 1, tile, pool, replay.mixed, layer, rows, kept)
+        _add_groups(add, 1, PART, tile, pool, replay.mixed, layer, rows, kept)
 
 
 def _load_gates(
@@ -263,7 +266,7 @@ def specjax_delta_groups(*refs: Any, size: int, width: int) -> None:
         key_head = tile.head // (outs_ref.shape[1] // replay.keys.shape[2])
         number, other = _pairs(size)
 
-        def add(i: Array, state: Array) -> Array:
+        def add(i: Array, state: Parts) -> Parts:
             row = rows.starts + i * size + jnp.arange(size, dtype=jnp.int32)
             mask = row < rows.starts + rows.counts
             of_rows = HeadRow(
@@ -273,12 +276,12 @@ def specjax_delta_groups(*refs: Any, size: int, width: int) -> None:
                 *_load_gates(inputs.betas, replay, place, row, tile.head, mask),
             )
             inverse = inverses_ref[firsts_ref[request] + i, tile.head, number, other]
-            state, outs = _group(state, of_rows, inverse)
+            after, outs = _group(state[0], of_rows, inverse)
             target = outs_ref.at[row[:, None], tile.head, tile.columns[None]]
             store(target, outs, mask=jnp.broadcast_to(mask[:, None], outs.shape))
-            return state
+            return (after,)
 
-        _add_groups(add, size, tile, pool, replay.mixed, layer, rows, kept)
+        _add_groups(add, size, pool.states.shape[4], tile, pool, replay.mixed, layer, rows, kept)
 
 
 def delta_scan(
@@ -329,20 +332,23 @@ def delta_scan(
         values = states, slid(windows, replay.mixed[place], written)
         pairs = zip(pool, values, strict=True)
         return outs, DeltaPool(*(write_slots(x, layer, written, y) for x, y in pairs))
-    width = width or choose_width(value_dim, pool.states.shape[4])
-    call = partial(triton_call, num_warps=NUM_WARPS, implementation=implementation)
+    call = partial(triton_call, implementation=implementation)
     spec, index, read = jax.ShapeDtypeStruct, layer_operand(layer), replay._replace(deltas=None)
-    body: Any = partial(specjax_delta_steps, width=width)
-    operands: tuple[Any, ...] = index, (rows, kept), inputs, read, pool
     if group > 1:
+        width, num_warps = width or min(value_dim, 32), GROUP_WARPS
         owners, first_rows, firsts = _groups(rows, total, group)
         inverses = call(
             partial(specjax_delta_inverse, size=group),
             grid=(len(owners), value_heads),
             out_shape=spec((len(owners), value_heads, group, group), jnp.float32),
+            num_warps=num_warps,
         )(index, owners, first_rows, rows, inputs.betas, read._replace(mixed=None))
-        body = partial(specjax_delta_groups, size=group, width=width)
-        operands = index, (rows, kept), firsts, inputs, inverses, read, pool
+        body: Any = partial(specjax_delta_groups, size=group, width=width)
+        operands: tuple[Any, ...] = index, (rows, kept), firsts, inputs, inverses, read, pool
+    else:
+        width, num_warps = width or choose_width(pool.states.shape[4], value_dim), NUM_WARPS
+        body = partial(specjax_delta_steps, width=width)
+        operands = index, (rows, kept), inputs, read, pool
     place = len(jax.tree.leaves(operands)) - 2
     pool, outs = call(
         body,
@@ -351,6 +357,7 @@ def delta_scan(
             jax.tree.map(lambda x: spec(x.shape, x.dtype), pool),
             spec((total, value_heads, value_dim), jnp.float32),
         ),
+        num_warps=num_warps,
         input_output_aliases={place: 0, place + 1: 1},
     )(*operands)
     return cleared(outs, rows), pool

@@ -176,10 +176,10 @@ def test_a_round_lowers_for_cuda(batch, num_rows, is_tree):
 
 
 def test_trees_of_many_rows_take_narrow_tiles():
-    """A program has at most four times the registers of one state, and lanes have 4 neighbours."""
-    assert [choose_width(128, 128, rows) for rows in (1, 4, 5, 8, 9, 16)] == [32, 32, 16, 16, 8, 8]
-    assert [choose_width(64, key_dim, 16) for key_dim in (64, 32, 16)] == [8, 16, 32]
-    assert choose_width(16, 16) == 16
+    """And lanes have 4 neighbours of a key."""
+    assert [choose_width(128, 128, rows) for rows in (1, 4, 5, 16)] == [16, 16, 8, 8]
+    assert [choose_width(key_dim, 64, 16) for key_dim in (64, 32, 16)] == [8, 8, 16]
+    assert choose_width(16, 8) == 8
 
 
 @pytest.mark.parametrize(
