@@ -196,7 +196,7 @@ def test_unclosed_tags_take_linear_time() -> None:
         text, started = mark * 20_000, time.process_time()
         assert parse(text) == (text, [])
         assert parse(text, is_final=False)[1] == []
-        assert time.process_time() - started < 0.3, mark
+        assert time.process_time() - started < 2, mark  # linear: 0.1
 
 
 @pytest.mark.parametrize("is_required", [False, True])
