@@ -151,8 +151,9 @@ class XmlForm(CallForm):
 
     def rules(self, i: int, name: str, schema: Any) -> list[str]:
         shared = {x: schema[x] for x in schema if x == "definitions" or x.startswith(("$", "x-"))}
-        properties, required = schema.get("properties"), schema.get("required")
-        required = required if isinstance(required, list) else []
+        properties, stated = schema.get("properties"), schema.get("required")
+        # a set, because schemas may have 100,000 parameters
+        required = {x for x in stated if isinstance(x, str)} if isinstance(stated, list) else set()
         end, parts = f"\n{PARAMETER_END}\n", [json.dumps(self.start(name))]
         rules = [rf"text_{i}[lazy]: /(?s:.*)\n<\/parameter>\n/"]
         if not isinstance(properties, Mapping):
@@ -161,8 +162,9 @@ class XmlForm(CallForm):
         for j, (key, value) in enumerate(properties.items()):
             found = parameter_schema(schema, key)
             types, rule = types_of(found, schema), f"text_{i}"
-            if types == {"string"} and found.get("enum"):
-                rule = f"({' | '.join(json.dumps(x + end) for x in found['enum'])})"
+            texts = found["enum"] if types == {"string"} and "enum" in found else []
+            if texts and isinstance(texts, list) and all(isinstance(x, str) for x in texts):
+                rule = f"({' | '.join(json.dumps(x + end) for x in texts)})"
             elif types and "string" not in types:
                 rules.append(f"json_{i}_{j}: %json {json.dumps(value | shared)}")
                 rule = f"json_{i}_{j} {json.dumps(end)}"
