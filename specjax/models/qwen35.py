@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
@@ -18,7 +18,7 @@ from specjax.models.experts import MixtureConfig, mixture_layers, read_experts
 from specjax.models.family import Family, Modules, alike, attention_biases
 from specjax.models.gated_delta import DeltaConfig, GatedDelta
 from specjax.models.layers import Attend, Attention, LayerKind
-from specjax.models.rope import RopeTables
+from specjax.models.rope import RopeTables, rotated_rows
 from specjax.types import TokenInputs
 
 
@@ -34,17 +34,28 @@ class Qwen35MoeConfig(Qwen35Config, MixtureConfig):
     """The same with a mixture of experts in every layer."""
 
 
+@lru_cache(maxsize=4)  # as rotated_rows
+def _with_gates(heads: int, dim: int, rotary_dim: int | None) -> np.ndarray:
+    """The order of stored rows ``[2 * heads * H]``: all queries, as they are rotated, then gates.
+
+    A file has the queries and gates of a head together.
+    """
+    queries = (np.arange(heads)[:, None] * 2 * dim + np.arange(dim)).reshape(-1)
+    rotated = queries
+    if rotary_dim is not None:
+        rotated = queries[rotated_rows(heads, dim, rotary_dim, interleaved=False)]
+    rows = np.concatenate([rotated, queries + dim])
+    rows.flags.writeable = False
+    return rows
+
+
 class GatedAttention(Attention):
     """Attention whose output is multiplied by gates, which files store with the queries."""
 
     def queries(self, config: Any, kind: LayerKind) -> Part:
         """The queries of all heads, then their gates; a file has those of a head together."""
-        part, dim = super().queries(config, kind), config.head_dim
-        places = np.arange(part.shape[0]).reshape(-1, dim)
-        stored = places + np.arange(len(places))[:, None] * dim
-        queries = stored.reshape(-1) if part.rows is None else stored.reshape(-1)[part.rows]
-        rows = np.concatenate([queries, stored.reshape(-1) + dim])
-        return replace(part, shape=rows.shape, rows=rows)
+        rows = _with_gates(config.num_heads, config.head_dim, config.rotary_dim)
+        return replace(super().queries(config, kind), shape=rows.shape, rows=rows)
 
     def __call__(
         self,

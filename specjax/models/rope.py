@@ -6,6 +6,7 @@ gives, so the kernels rotate all heads alike: element i with element i + H / 2.
 """
 
 import math
+from functools import lru_cache
 from typing import Annotated, Any, NamedTuple
 
 import jax.numpy as jnp
@@ -89,6 +90,8 @@ def rope_tables(rope: Rope, positions: Array) -> RopeTables:
     return RopeTables(cos, sin, query_scale=query_scale)
 
 
+# layers share an order, which takes 8 MB with 1,024 heads of 1,024 dimensions
+@lru_cache(maxsize=8)
 def rotated_rows(heads: int, head_dim: int, rotary_dim: int, *, interleaved: bool) -> np.ndarray:
     """The order of stored rows ``[heads * H]`` of a projection whose first R rows are rotated.
 
@@ -100,7 +103,9 @@ def rotated_rows(heads: int, head_dim: int, rotary_dim: int, *, interleaved: boo
     unrotated = np.arange(rotary_dim, head_dim)
     middle = len(unrotated) // 2
     order = np.concatenate([firsts, unrotated[:middle], seconds, unrotated[middle:]])
-    return (np.arange(heads)[:, None] * head_dim + order).reshape(-1)
+    rows = (np.arange(heads)[:, None] * head_dim + order).reshape(-1)
+    rows.flags.writeable = False
+    return rows
 
 
 def read_rope(config: Fields, head_dim: int) -> dict[str, Any]:

@@ -214,6 +214,21 @@ def test_claimed_heads(tmp_path: Path, key: str) -> None:
     check_fast(lambda: open_target(tmp_path).recipes, f"{key}=16777216 must be .* 1 to 1024")
 
 
+@pytest.mark.parametrize("model_type", ["glm4", "qwen3_5_text"])
+def test_layers_share_the_order_of_rows(tmp_path: Path, model_type: str) -> None:
+    """Otherwise, 1,024 layers with as many heads and dimensions would take 20 GB."""
+    names = {"model_type": model_type, "architectures": [FAMILIES[model_type].architecture]}
+    sizes = {"num_hidden_layers": 2, "partial_rotary_factor": 0.5, "head_dim": 8}
+    sizes |= {"full_attention_interval": 1}
+    write_folder(tmp_path, CONFIG | names | sizes, {})
+    recipes = open_target(tmp_path).recipes.values()
+    parts = [x for recipe in recipes for x in recipe.parts if x.rows is not None]
+    assert len({x.name for x in parts}) > len({id(x.rows) for x in parts})
+    by_layer = [[id(x.rows) for x in parts if f".{i}." in x.name] for i in range(2)]
+    assert by_layer[0] == by_layer[1]
+    assert not any(x.rows.flags.writeable for x in parts)
+
+
 @pytest.mark.parametrize("add", [{}, SLIDING])
 def test_claimed_layers_of_drafts(tmp_path: Path, add: dict[str, Any]) -> None:
     case = BlockCase(format=1, add={"num_hidden_layers": 10**8, **add})
