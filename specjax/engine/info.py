@@ -39,6 +39,7 @@ def server_info(
         "quantization": None if format is None else format.kind,
         "context_length": plan.context_length,
         "max_running_requests": plan.config.num_slots - 1,
+        "max_state_snapshots": plan.config.num_snapshots,
         "batch_buckets": list(plan.config.batch_buckets),
         "chunked_prefill_size": plan.config.mixed_prefill_tokens,
         "max_total_num_tokens": totals.max_total_tokens,

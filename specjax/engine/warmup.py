@@ -20,6 +20,7 @@ class WarmUp:
     functions: tuple[CompiledFunction, ...]  # all functions that serving dispatches
     seconds: float
     weight_bytes: int  # device memory of the weights, which are not loaded
+    state_bytes: int  # device memory of the states of recurrent layers
     kv_bytes: int  # device memory of the KV pools, which are not allocated
     temporary_bytes: int  # device memory that any function takes while it runs
     device: str  # kind of device
@@ -45,6 +46,7 @@ class WarmUp:
     def table(self) -> str:
         """Format the result as lines of text, with sizes in MB."""
         width = max(len(fn.key) for fn in self.functions)
+        states = f"states {self.state_bytes / 1e9:.2f} GB, " if self.state_bytes else ""
         lines = [f"{'function':<{width}}  seconds  MB on disk  MB arguments  MB temporary"]
         for fn in self.functions:
             size = "-" if fn.num_bytes is None else f"{fn.num_bytes / 1e6:.2f}"
@@ -57,7 +59,7 @@ class WarmUp:
             f"{len(self.functions)} functions, {self.num_compiled} compiled, in "
             f"{self.seconds:.1f} s; {self.num_bytes / 1e6:.2f} MB in {self.folder}",
             f"device memory on {self.device}: weights {self.weight_bytes / 1e9:.2f} GB, "
-            f"KV {self.kv_bytes / 1e9:.2f} GB, temporary up to "
+            f"{states}KV {self.kv_bytes / 1e9:.2f} GB, temporary up to "
             f"{self.temporary_bytes / 1e9:.2f} GB",
         ]
         return "\n".join(lines)
@@ -82,7 +84,8 @@ def warm_up(args: EngineArgs) -> WarmUp:
         folder=str(cache.path),
         functions=tuple(runner.compiled.report),
         seconds=time.perf_counter() - started,
-        weight_bytes=plan.needs.weight_bytes,
+        weight_bytes=plan.needs.weight_bytes - plan.state_bytes,
+        state_bytes=plan.state_bytes,
         kv_bytes=plan.kv_bytes,
         temporary_bytes=plan.needs.temporary_bytes,
         device=plan.networks.placement.device.device_kind,

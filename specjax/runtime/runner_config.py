@@ -248,20 +248,24 @@ def plan_pages(
     weight_bytes, token_bytes, temporary, window_bytes = needs
     page_bytes = token_bytes * config.page_size
     available, spare = memory - temporary - weight_bytes - window_bytes, 0
+    kinds, lower = "weights", ""
+    if config.num_snapshots:
+        kinds, lower = "weights and states", f"max_state_snapshots={config.num_snapshots}"
     if available < 2 * page_bytes:
         raise ValueError(
             f"no KV page fits into {memory / 1e9:.2f} GB with {weight_bytes / 1e9:.2f} GB of "
-            f"weights and {temporary / 1e9:.2f} GB of temporary memory; lower "
-            "max_running_requests, context_length, speculative_num_steps, "
-            "speculative_num_draft_tokens or chunked_prefill_size; if the weights alone do not "
-            "fit, set dtype='bfloat16' or quantization='fp8', or choose a smaller model"
+            f"{kinds} and {temporary / 1e9:.2f} GB of temporary memory; lower "
+            f"max_running_requests, {lower and f'{lower}, '}context_length, "
+            "speculative_num_steps, speculative_num_draft_tokens or chunked_prefill_size; if the "
+            "weights alone do not fit, set dtype='bfloat16' or quantization='fp8', or choose a "
+            "smaller model"
         )
     if max_total_tokens is not None:
         num_pages = 1 - (-max_total_tokens // config.page_size)
         if num_pages * page_bytes > available:
             raise ValueError(
                 f"max_total_tokens={max_total_tokens} needs {num_pages * page_bytes / 1e9:.2f} GB "
-                f"of KV, but weights and {temporary / 1e9:.2f} GB of temporary memory leave "
+                f"of KV, but {kinds} and {temporary / 1e9:.2f} GB of temporary memory leave "
                 f"{available / 1e9:.2f} GB; lower max_total_tokens"
             )
     else:
@@ -271,8 +275,8 @@ def plan_pages(
         if num_pages < 2:
             raise ValueError(
                 f"no KV page fits: mem_fraction_static={fraction} of {memory / 1e9:.2f} GB, less "
-                f"{weight_bytes / 1e9:.2f} GB of weights, leaves {budget / 1e9:.2f} GB; raise "
-                "mem_fraction_static"
+                f"{weight_bytes / 1e9:.2f} GB of {kinds}, leaves {budget / 1e9:.2f} GB; raise "
+                f"mem_fraction_static{lower and f' or lower {lower}'}"
             )
         spare = budget - num_pages * page_bytes
     return num_pages, spare if spare >= page_bytes else 0

@@ -8,8 +8,10 @@ import pytest
 
 from specjax.checkpoints import export_fp8, open_target
 from specjax.engine.args import EngineArgs
+from specjax.engine.info import server_info
 from specjax.engine.plan import plan_engine
 from specjax.engine.weights import weights_from_tensors
+from specjax.metrics import Totals
 from specjax.testing import letter_tokenizer
 from specjax.testing.files import write_folder
 
@@ -33,6 +35,8 @@ def test_a_plan_states_the_memory_of_states(hybrid: Path) -> None:
     assert plan.state_bytes == 13 * 4 * (4 * 16 * 16 + 3 * 128)
     least = planned(hybrid, dtype="float32", max_state_snapshots=0)
     assert 13 * least.state_bytes == 5 * plan.state_bytes
+    numbers = [server_info(x, Totals(), None)["max_state_snapshots"] for x in (plan, least)]
+    assert numbers == [8, 0]
     draft, drafting, _, sizes = plan.describe()
     assert draft.startswith("draft: 1 multi-token prediction modules")
     assert drafting.startswith("EAGLE: 3 drafted tokens per round")

@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -83,6 +83,10 @@ def test_a_warm_up_compiles_and_describes_every_function(files, warmed) -> None:
     assert len(lines) == len(warmed.functions) + 3
     assert all(line.endswith("compiled") for line in lines[1:-2])
     assert lines[1].startswith(warmed.functions[0].key)
+    assert warmed.state_bytes == 0
+    assert "states" not in lines[-1]
+    with_states = replace(warmed, state_bytes=3 * 10**9)
+    assert " GB, states 3.00 GB, KV " in with_states.table()
 
 
 @pytest.mark.slow

@@ -34,7 +34,7 @@ CONFIG: dict[str, Any] = {
 def plan(memory: int = 10_000, **changes: Any) -> int:
     """Number of pages."""
     needs = NEEDS._replace(**{n: changes.pop(n) for n in NEEDS._fields if n in changes})
-    config = CONFIG | {n: changes.pop(n) for n in CONFIG if n in changes}
+    config = CONFIG | {n: changes.pop(n) for n in (*CONFIG, "num_snapshots") if n in changes}
     limits = {"max_total_tokens": None, "mem_fraction_static": None} | changes
     return plan_pages(needs, replace(BASE, **config), memory=memory, **limits)[0]
 
@@ -71,6 +71,8 @@ def test_never_more_than_all_requests_can_use() -> None:
         ({"max_total_tokens": 10**6}, "lower max_total_tokens"),
         ({"temporary_bytes": 9_000}, "temporary memory; lower max_running_requests"),
         ({"temporary_bytes": 9_000, "max_total_tokens": 1}, "temporary memory; lower max_running"),
+        ({"weight_bytes": 10_000, "num_snapshots": 7}, "states and .* max_state_snapshots=7, "),
+        ({"weight_bytes": 8_450, "num_snapshots": 7}, "states, .* or lower max_state_snapshots=7$"),
     ],
 )
 def test_refusals_name_the_option(changes, message) -> None:
