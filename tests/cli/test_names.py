@@ -68,6 +68,7 @@ python -m sglang.launch_server --model-path Qwen/Qwen3-8B --chunked-prefill-size
 python -m sglang.launch_server --model-path Qwen/Qwen3-8B --kv-cache-dtype fp8_e4m3 --quantization fp8
 python -m sglang.launch_server --model-path Qwen/Qwen3-8B --reasoning-parser qwen3 --tool-call-parser qwen25
 python -m sglang.launch_server --model-path Qwen/Qwen3-8B --attention-backend flashinfer --sampling-backend pytorch
+python -m sglang.launch_server --model-path Qwen/Qwen3.5-9B --mamba-ssm-dtype float32 --mamba-scheduler-strategy extra_buffer --tool-call-parser qwen3_coder --speculative-algorithm NEXTN --speculative-num-steps 3 --speculative-eagle-topk 1
 python -m sglang.launch_server --model-path Qwen/Qwen3-8B --enable-metrics --enable-cache-report
 python -m sglang.launch_server --model-path Qwen/Qwen3-8B --disable-radix-cache --disable-overlap-schedule
 python -m sglang.launch_server --model-path Qwen/Qwen3-8B --tp 1 --dp-size 1 --random-seed 1
@@ -103,13 +104,14 @@ ANSWERS = {
     "vllm chat --url http://localhost:8000/v1": "use specjax generate",
     "vllm collect-env": "use specjax env",
     "vllm run-batch -i in.jsonl -o out.jsonl --model Qwen/Qwen3-8B": "/v1/completions",
-    "vllm serve Qwen/Qwen3-8B --mamba-ssm-cache-dtype float32": "",
+    "vllm serve Qwen/Qwen3.5-9B --mamba-ssm-cache-dtype float16": "layers are float32",
     "python -m sglang.launch_server --model-path Qwen/Qwen3-8B --tp 2": "a server per GPU",
     "python -m sglang.launch_server --model-path Qwen/Qwen3-8B --disable-cuda-graph": "--batch-b",
     "python -m sglang.launch_server --model-path m --grammar-backend xgrammar": "'llguidance'",
     "python -m sglang.launch_server --model-path m --kv-cache-dtype fp8_e5m2": "'fp8_e4m3'",
     "python -m sglang.launch_server --model-path m --lora-paths a=b": "merge their weights",
     "python -m sglang.launch_server --model-path m --log-requests": "--access-log",
+    "sglang serve --model-path m --max-mamba-cache-size 8": "--max-state-snapshots sets",
     "python -m sglang.check_env": "use specjax env",
 }
 
@@ -128,8 +130,8 @@ def words_of(line: str) -> list[str]:
     return shlex.split(PROGRAMS[program] + line.removeprefix(program))
 
 
-def test_eighty_lines_are_tested() -> None:
-    assert len(STARTS) + len(ANSWERS) == 80
+def test_eighty_two_lines_are_tested() -> None:
+    assert len(STARTS) + len(ANSWERS) == 82
     assert sum(not answer for answer in ANSWERS.values()) <= 5
 
 
