@@ -236,13 +236,14 @@ class KVTransfer:
         return sum(leaf.size * leaf.dtype.itemsize for leaf in self._kv[width]) // width
 
     def sent_bytes(self, num_tokens: int) -> int:
-        """Return the bytes of KV that :meth:`take` returns for a prompt, including padding.
+        """Return the bytes that are sent for a prompt: KV with padding, and states.
 
         A prompt of several pieces counts one padded piece more, for a chunk that ends within one.
         """
         pieces, remainder = divmod(max(num_tokens, 0), self.widths[-1])
         padded = pick_bucket(remainder, self.widths) if remainder else 0
-        return ((pieces + (pieces > 0)) * self.widths[-1] + padded) * self.token_bytes
+        states = sum(leaf.size * leaf.dtype.itemsize for leaf in self._states)
+        return ((pieces + (pieces > 0)) * self.widths[-1] + padded) * self.token_bytes + states
 
     @property
     def most_bytes(self) -> int:

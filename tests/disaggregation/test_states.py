@@ -100,6 +100,9 @@ def test_sides_with_other_states_are_refused() -> None:
     """Shapes and dtypes are facts that must be equal, and rows without states do not fit."""
     prefill, decode = (KVTransfer(runner) for runner in runners(None))
     check_facts(decode.facts["both"], prefill.facts["both"])
+    # which count where the prefill side limits what it sends at once
+    assert prefill.sent_bytes(0) == sum(x.size * x.dtype.itemsize for x in prefill._states)
+    assert prefill.sent_bytes(64) == prefill.sent_bytes(0) + 64 * prefill.token_bytes
     assert decode.facts["both"]["states"][0] == [[3, 2, 16, 16], "float32"]
     for shape, dtype in (([3, 2, 16, 32], "float32"), ([3, 2, 16, 16], "bfloat16")):
         rows = [[shape, dtype], *decode.facts["rows"][1:]]
