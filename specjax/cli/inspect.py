@@ -17,6 +17,7 @@ from specjax.checkpoints.tensors import TensorSource, open_directory
 from specjax.config import FeatureConfig, ModelConfig
 from specjax.json_file import Fields, Size
 from specjax.models.experts import MixtureConfig
+from specjax.models.qwen35 import Qwen35Config, recurrent_layers
 from specjax.models.registry import family_of
 from specjax.speculative.block import DFLASH, DSPARK
 from specjax.speculative.eagle import EAGLE, EAGLE3
@@ -92,7 +93,12 @@ def _facts(
         yield "matrices", opened.matrices
     elif config.quantization is not None:
         yield "matrices", str(config.quantization)
-    values = 2 * config.num_layers * config.num_kv_heads * config.head_dim
+    num_layers = config.num_layers
+    if isinstance(config, Qwen35Config) and (recurrent := recurrent_layers(config)):
+        num_layers, (_, key_dim, heads, value_dim) = num_layers - len(recurrent), config.delta_heads
+        size = f"{4 * len(recurrent) * heads * key_dim * value_dim} bytes per request"
+        yield "states", f"{size} in {len(recurrent)} of {config.num_layers} layers"
+    values = 2 * num_layers * config.num_kv_heads * config.head_dim
     plain = f"{values * config.dtypes.kv.itemsize} bytes per token in {config.dtype}"
     yield "KV memory", f"{plain}, {values} in fp8_e4m3"
 
@@ -132,6 +138,8 @@ def _open(path: Path, target: TargetCheckpoint | None) -> Opened:
 
 def _language_model(path: Path, target: TargetCheckpoint | None) -> Opened:
     opened = open_draft_model(path, target) if target else open_target(path, knob="draft")
+    if target and isinstance(opened.config, Qwen35Config) and recurrent_layers(opened.config):
+        raise ValueError(f"{path} has recurrent layers, which a draft model must not have")
     algorithm = STANDALONE.name if target else _AS_DRAFT
     return opened, algorithm, f"language model ({opened.config.model_type})"
 

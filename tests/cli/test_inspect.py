@@ -13,12 +13,13 @@ import pytest
 
 from specjax.checkpoints import export_draft
 from specjax.cli.main import main
-from specjax.testing.files import CONFIG, HEAD, write_head, write_target
+from specjax.testing.files import CONFIG, HEAD, write_folder, write_head, write_target
 from specjax.testing.models import copying_head, copying_target
 
 from ..support.block_files import CASES, BlockCase, publish, random_tensors
 from ..support.checkpoint_files import write_glm
 from ..support.model_files import (
+    read_folder,
     write_draft_model,
     write_eagle_head,
     write_hybrid,
@@ -124,6 +125,24 @@ def test_a_layer_that_drafts_all_tokens(target: Path, tmp_path: Path, capsys: An
     path = write_hybrid(tmp_path / "hybrid", target)
     status, facts = inspect(capsys, path, "--model", path)
     assert (status, facts["algorithm"], facts[f"fits {path}"]) == (0, "EAGLE", "yes")
+    assert "states" not in facts
+
+
+def test_a_model_with_recurrent_layers(target: Path, tmp_path: Path, capsys: Any) -> None:
+    """Its other layers alone have KV, and it cannot draft for another model."""
+    config, tensors = read_folder(write_hybrid(tmp_path / "hybrid", target))
+    kept = {name: x for name, x in tensors.items() if not name.startswith("mtp.")}
+    path = write_folder(tmp_path / "model", config, kept)
+    status, facts = inspect(capsys, path)
+    assert (status, facts["layers"]) == (0, f"2 of width {config['hidden_size']}")
+    assert facts["states"] == f"{4 * 4 * 16 * 16} bytes per request in 1 of 2 layers"
+    values = 2 * config["num_key_value_heads"] * config["head_dim"]
+    assert facts["KV memory"].endswith(f", {values} in fp8_e4m3")
+    status, facts = inspect(capsys, path, "--model", target)
+    assert (status, facts[f"fits {target}"]) == (
+        1,
+        f"no: {path} has recurrent layers, which a draft model must not have",
+    )
 
 
 @pytest.mark.parametrize(
