@@ -26,6 +26,7 @@ from specjax.text.xml_calls import (
     PARAMETER,
     PARAMETER_END,
     beginnings,
+    body_of,
     parameter_schema,
     read_arguments,
     types_of,
@@ -151,7 +152,10 @@ class XmlForm(CallForm):
 
     def rules(self, i: int, name: str, schema: Any) -> list[str]:
         shared = {x: schema[x] for x in schema if x == "definitions" or x.startswith(("$", "x-"))}
-        properties, stated = schema.get("properties"), schema.get("required")
+        shared.pop("$ref", None)  # of the whole, not of a parameter
+        body = body_of(schema)
+        body = body if isinstance(body, Mapping) else {}
+        properties, stated = body.get("properties"), body.get("required")
         # a set, because schemas may have 100,000 parameters
         required = {x for x in stated if isinstance(x, str)} if isinstance(stated, list) else set()
         end, parts = f"\n{PARAMETER_END}\n", [json.dumps(self.start(name))]

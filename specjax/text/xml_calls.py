@@ -61,9 +61,15 @@ def read_arguments(text: str, at: int, schema: Any) -> tuple[dict[str, Any] | No
     return (arguments, -1) if _UNDECIDED.match(text, at) else (None, at)
 
 
+def body_of(schema: Any) -> Any:
+    """The schema that has the parameters of a function: its own, or the one that it refers to."""
+    has_properties = _get(schema, "properties") is not None
+    return schema if has_properties else _resolved(schema, schema)
+
+
 def parameter_schema(schema: Any, key: str) -> Any:
     """The schema of a parameter of a function; None if it is not known."""
-    return _resolved(_get(_get(schema, "properties"), key), schema)
+    return _resolved(_get(_get(body_of(schema), "properties"), key), schema)
 
 
 def _resolved(found: Any, root: Any) -> Any:

@@ -288,6 +288,31 @@ def test_a_forced_call_follows_its_schema(compiler: Any, text: str, is_allowed: 
         assert (made.compile("ebnf", one).advance(ids) == len(ids)) is (text.count("<function") < 2)
 
 
+@pytest.mark.slow
+def test_a_schema_may_refer_to_that_of_its_parameters(compiler: Any) -> None:
+    """As models that contain themselves do."""
+    node = {"count": {"type": "integer"}, "next": {"$ref": "#/$defs/node"}}
+    node = {"type": "object", "properties": node, "required": ["count"]}
+    schema = {"$ref": "#/$defs/node", "$defs": {"node": node}}
+    declared = [{"function": {"name": "f", "parameters": schema}}]
+    tools = Tools(declared, ["f"], is_required=True, format=QWEN3_CODER)
+    tokenizer, made = compiler
+    grammar = tools.grammar({OPTIONS: LAYOUT})["ebnf"]
+    for values, is_allowed in (
+        ({"count": "3"}, True),
+        ({"count": "3", "next": '{"count": 4, "next": {"count": 5}}'}, True),
+        ({"count": "3", "next": '{"count": "4"}'}, False),
+        ({"count": '{"count": 3}'}, False),
+        ({}, False),
+    ):
+        text = written("f", values)
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        assert (made.compile("ebnf", grammar).advance(ids) == len(ids)) is is_allowed, text
+        if is_allowed:
+            ((call,), expected) = tools.parse(text, is_final=True)[1], values.items()
+            assert json.loads(call.arguments) == {key: json.loads(x) for key, x in expected}
+
+
 WRONG: list[Any] = [
     {"properties": 5},
     {"properties": {"a": 5, "b": True, "c": None}, "required": 7},
@@ -298,6 +323,7 @@ WRONG: list[Any] = [
     {"properties": {"a": {"anyOf": [{"type": "string"}], "enum": [1]}}},
     {"properties": {"a": {"oneOf": [{"enum": ["x"]}], "enum": 5}}},
     {"properties": {"a": {"type": "string", "enum": {"x": 1}}}},
+    {"$ref": "#/$defs/lost", "properties": 5},
 ]
 
 
