@@ -50,11 +50,14 @@ class Snapshots:
 
         A request with this text had better be admitted after that.
         """
-        return any(
-            at > count * self._page_size and text[:at] == other.cache_keys(other.prefill_ids)[:at]
-            for other in self._begun
-            for at in other.kept_states
-        )
+        begin = count * self._page_size
+        for other in self._begun:
+            keys = other.cache_keys(other.prefill_ids)
+            for at in other.kept_states:
+                # first what follows the part that is often common, and long
+                if at > begin and text[begin:at] == keys[begin:at] and text[:begin] == keys[:begin]:
+                    return True
+        return False
 
     def prepare_chunk(self, holding: PageHolding, end: int, running: Iterable[PageHolding]) -> None:
         """Give slots to the states that a chunk up to ``end`` reads and keeps."""

@@ -1,5 +1,6 @@
 """Snapshots: texts continue from their own states, in a simulation of the device."""
 
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -187,6 +188,24 @@ def test_the_branch_and_the_end_of_a_prompt_have_snapshots() -> None:
     texts = [[*common, *[i] * 50] for i in (1, 2, 3)]
     cached = [serve(budget, text, [5]) for text in [*texts, [*texts[0], 6]]]
     assert cached == [0, 0, 24, 72]
+
+
+def test_long_beginnings_are_compared_only_if_what_follows_is_equal() -> None:
+    """With 32 prompts in a dispatch, comparing all of 100,000 tokens takes 30 ms each time."""
+    common, size = [0] * 100_000, 100_000 // 4
+    snapshots = Snapshots(range(1, 65), 4, 4, 0)
+    for slot in range(32):
+        text = [*common, *[slot] * 8]
+        row = Row(slot, text, len(text), len(text), pages=list(range(len(text) // 4)))
+        row.num_matched = row.kv_len = len(common)
+        snapshots.prepare_chunk(row, len(text), [])
+    started = time.process_time()
+    for _ in range(10):
+        assert not snapshots.awaits([*common, *[32] * 8], size)
+    assert time.process_time() - started < 0.1
+    assert snapshots.awaits([*common, *[31] * 8], size)
+    assert not snapshots.awaits([1, *common[1:], *[31] * 8], size)
+    assert snapshots.awaits([*common, *[31] * 8], size - 9)
 
 
 def test_what_a_chat_has_left_behind_is_taken_back_first() -> None:
