@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from specjax.text.reasoning import split_reasoning
 from specjax.text.tool_formats import NO_FORMAT, Parsed, ToolCall, ToolFormat, is_json
+from specjax.text.xml_calls import Parameters
 
 ANY_OBJECT = {"type": "object"}
 
@@ -49,16 +50,25 @@ class Tools(NamedTuple):
             return {}
         return {"structural_tag": self.format.optional.tag(schemas)}
 
-    def parse(self, text: str, *, is_final: bool) -> Parsed:
-        """Return the content of a text so far, and its calls."""
+    def parameters(self) -> dict[str, Parameters]:
+        """The parameters of the functions that may be called."""
+        functions = (tool["function"] for tool in self.declared)
+        schemas = {function["name"]: function.get("parameters") for function in functions}
+        return {name: Parameters(schemas.get(name)) for name in self.names}
+
+    def parse(
+        self, text: str, *, is_final: bool, parameters: Mapping[str, Parameters] | None = None
+    ) -> Parsed:
+        """Return the content of a text so far, and its calls.
+
+        ``parameters`` is the result of :meth:`parameters`, to be kept from one text to the next.
+        """
         if not self.names:
             return text, []
-        functions, content = (tool["function"] for tool in self.declared), ""
-        parameters = {function["name"]: function.get("parameters") for function in functions}
-        schemas = {name: parameters.get(name) for name in self.names}
-        calls = self.format.required.calls(text, schemas) if self.is_required else []
+        names, content = self.parameters() if parameters is None else parameters, ""
+        calls = self.format.required.calls(text, names) if self.is_required else []
         if not calls:
-            content, calls = self.format.parse(text, schemas, is_final=is_final)
+            content, calls = self.format.parse(text, names, is_final=is_final)
         return content, calls[: None if self.is_parallel else 1]
 
 
@@ -85,6 +95,9 @@ class TextParts:
     content: str = field(default="", init=False)
     calls: list[ToolCall] = field(default_factory=list, init=False)
 
+    def __post_init__(self) -> None:
+        self._parameters = self.tools.parameters()
+
     def read(self, text: str, *, is_final: bool) -> tuple[str, str, list[tuple[int, ToolCall]]]:
         """Read the text so far; return what is new of the reasoning, the content and the calls.
 
@@ -94,7 +107,7 @@ class TextParts:
         if self.may_reason:
             reasoning, answer = split_reasoning(text, is_inside=self.is_inside, is_final=is_final)
         self.has_reasoned = answer != text
-        content, calls = self.tools.parse(answer, is_final=is_final)
+        content, calls = self.tools.parse(answer, is_final=is_final, parameters=self._parameters)
         if not self.is_separate:
             reasoning, content = "", text[: len(text) - len(answer)] + content
         new_calls = []

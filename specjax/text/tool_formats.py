@@ -25,6 +25,7 @@ from specjax.text.xml_calls import (
     FUNCTION_END,
     PARAMETER,
     PARAMETER_END,
+    Parameters,
     beginnings,
     body_of,
     parameter_schema,
@@ -141,7 +142,7 @@ class XmlForm(CallForm):
     def calls(self, text: str, names: Collection[str]) -> list[ToolCall]:
         text, at, before, calls = text.lstrip(), 0, self.begin, list[ToolCall]()
         while text.startswith(before, at) and (tag := _NAME.match(text, at + len(before))):
-            arguments, end = read_arguments(text, tag.end(), _schema(names, tag[1]))
+            arguments, end = read_arguments(text, tag.end(), _parameters(names, tag[1]))
             if tag[1] not in names or (written := _dump(arguments or {})) is None:
                 break
             if arguments is None or end < 0:
@@ -193,7 +194,7 @@ class ToolFormat(NamedTuple):
     def parse(self, text: str, names: Collection[str], *, is_final: bool = True) -> Parsed:
         """Return the content of a completion and its calls of functions with these ``names``.
 
-        A mapping also has the schema of the parameters of each, which tells XML's types.
+        A mapping also has the :class:`Parameters` of each, or their schema, for values in XML.
 
         If the text is not final, a part that may still become a call is left out. Content next to
         calls has no white space around it.
@@ -304,7 +305,7 @@ def _qwen3_coder(text: str, names: Collection[str], is_final: bool) -> Parsed:
     content, calls, at = "", list[ToolCall](), 0
     while begin := _XML_CALL.search(text, at):
         name = begin[1]
-        arguments, end = read_arguments(text, begin.end(), _schema(names, name))
+        arguments, end = read_arguments(text, begin.end(), _parameters(names, name))
         if end >= 0 and arguments is not None:
             if tag := _XML_END.match(text, end):
                 end = tag.end()
@@ -320,9 +321,9 @@ def _qwen3_coder(text: str, names: Collection[str], is_final: bool) -> Parsed:
     return content + text[at : held.start() if held else None], calls
 
 
-def _schema(names: Collection[str], name: str) -> Any:
-    """The parameters of a function, if they are known."""
-    return names.get(name) if isinstance(names, Mapping) else None
+def _parameters(names: Collection[str], name: str) -> Parameters:
+    found = names.get(name) if isinstance(names, Mapping) else None
+    return found if isinstance(found, Parameters) else Parameters(found)
 
 
 _TAGS = CallForm(f"{START}\n", between=f"\n{END}\n{START}\n", end=f"\n{END}")

@@ -41,7 +41,20 @@ _TYPES: dict[type, set[str]] = {
 MAX_REFERENCES = 16  # from one schema to the next
 
 
-def read_arguments(text: str, at: int, schema: Any) -> tuple[dict[str, Any] | None, int]:
+class Parameters:
+    """The types of the parameters of a function, found once: a stream reads a text many times."""
+
+    def __init__(self, schema: Any) -> None:
+        self._schema = schema
+        self._types: dict[str, set[str]] = {}
+
+    def types(self, key: str) -> set[str]:
+        if key not in self._types:
+            self._types[key] = types_of(parameter_schema(self._schema, key), self._schema)
+        return self._types[key]
+
+
+def read_arguments(text: str, at: int, parameters: Parameters) -> tuple[dict[str, Any] | None, int]:
     """Read the arguments of a function from the end of its first tag on; return the end too.
 
     If the text ends before the function does, the end is -1, and the arguments are those so far. If
@@ -52,9 +65,7 @@ def read_arguments(text: str, at: int, schema: Any) -> tuple[dict[str, Any] | No
         if (end := _VALUE_END.search(text, key.end())) is None:
             return arguments, -1
         value = text[key.end() : end.start()]
-        arguments.setdefault(
-            key[1], _typed(value, types_of(parameter_schema(schema, key[1]), schema))
-        )
+        arguments.setdefault(key[1], _typed(value, parameters.types(key[1])))
         at = end.end()
     if last := _END.match(text, at):
         return arguments, last.end()

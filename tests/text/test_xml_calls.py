@@ -199,6 +199,22 @@ def test_unclosed_tags_take_linear_time() -> None:
         assert time.process_time() - started < 2, mark  # linear: 0.1
 
 
+def test_a_stream_finds_the_types_of_parameters_once() -> None:
+    """A small schema with references may have millions of types."""
+    names = [f"p{i}" for i in range(100)]
+    options = [{"type": "integer"}] * 1000
+    schema = {"properties": {x: {"$ref": "#/$defs/any"} for x in names}}
+    declared = [{"function": {"name": "f", "parameters": schema}}]
+    schema["$defs"] = {"any": {"anyOf": options}}
+    parts = TextParts(tools=Tools(declared, ["f"], format=QWEN3_CODER))
+    text, started = written("f", dict.fromkeys(names, "1")), time.process_time()
+    for end in range(len(text) - 20, len(text)):
+        assert parts.read(text[:end], is_final=False)[2] == []
+    assert time.process_time() - started < 0.5  # 2 s if they are found for each text
+    ((_, call),) = parts.read(text, is_final=True)[2]
+    assert json.loads(call.arguments) == dict.fromkeys(names, 1)
+
+
 def test_grammars_of_many_parameters_take_linear_time() -> None:
     names = [f"p{i}" for i in range(10_000)]
     schema = {"type": "object", "properties": {x: {} for x in names}, "required": names[::-1]}
