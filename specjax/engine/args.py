@@ -68,20 +68,20 @@ class EngineArgs:
         model: ``"smollm2-135m"`` (embedded), a Hugging Face directory, a GGUF file or a repo id.
         draft: draft head: a directory or repo id. Default: the head included with the model. For
             ``"STANDALONE"``: a model with the same vocabulary, in any form that ``model`` accepts.
-            For ``"MULTI_LAYER_EAGLE"``: a checkpoint with the prediction modules; default: the
-            model. For ``"DFLASH"`` and ``"DSPARK"``: a block drafter, by default the folder
-            ``dspark`` of ``model`` or the drafter embedded for it.
-        speculative_algorithm: ``"EAGLE3"``, ``"EAGLE"``, ``"NGRAM"``, ``"STANDALONE"``,
-            ``"MULTI_LAYER_EAGLE"``, ``"DFLASH"``, ``"DSPARK"``, the name of an algorithm from an
-            installed package, or ``None`` or ``"NONE"`` for plain decoding.
+            For ``"NEXTN"`` and ``"MULTI_LAYER_EAGLE"``: a checkpoint with the prediction modules;
+            default: the model. For ``"DFLASH"`` and ``"DSPARK"``: a block drafter, by default the
+            folder ``dspark`` of ``model`` or the drafter embedded for it.
+        speculative_algorithm: ``"EAGLE3"``, ``"EAGLE"``, ``"NEXTN"``, ``"NGRAM"``,
+            ``"STANDALONE"``, ``"MULTI_LAYER_EAGLE"``, ``"DFLASH"``, ``"DSPARK"``, the name of an
+            algorithm from an installed package, or ``None`` or ``"NONE"`` for plain decoding.
         speculative_num_steps: levels drafted per round, one token each in a chain. Default: 5; 11
             for ``"NGRAM"``; 1 for ``"MULTI_LAYER_EAGLE"``, which has one module per step. For
             ``"DFLASH"`` and ``"DSPARK"``: number of the block's drafts to verify; default: all.
         speculative_eagle_topk: branches per level of the drafted tree; 1 drafts a chain.
-        speculative_num_draft_tokens: tokens verified per round, including the root (at most 64).
-            Default: for a chain, ``speculative_num_steps + 1``, which is also the maximum; for a
-            tree, topk x steps + 1. Needs ``speculative_num_steps`` except with ``"NGRAM"``,
-            ``"DFLASH"`` and ``"DSPARK"``.
+        speculative_num_draft_tokens: tokens verified per round, including the root (at most 64, or
+            16 with recurrent layers). Default: for a chain, ``speculative_num_steps + 1``, which is
+            also the maximum; for a tree, topk x steps + 1. Needs ``speculative_num_steps`` except
+            with ``"NGRAM"``, ``"DFLASH"`` and ``"DSPARK"``.
         speculative_adaptive: adapt the number of drafted tokens to the measured acceptance,
             starting at ``speculative_num_steps``, which may be 0.
         speculative_adaptive_config: JSON object, or the path of a file with one. The policy for
