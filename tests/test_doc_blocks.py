@@ -56,10 +56,12 @@ DOCKERFILE = (ROOT / "examples/deploy/Dockerfile").read_text(encoding="utf-8")
 @pytest.fixture(scope="module")
 def drafts(files: Files, tmp_path_factory: pytest.TempPathFactory) -> dict[str | None, Path]:
     folder = tmp_path_factory.mktemp("drafts")
+    modules = write_modules(folder / "modules", files.target, 1)
     return {
         "EAGLE3": files.head,
         "STANDALONE": write_draft_model(folder / "model", files.target),
-        "MULTI_LAYER_EAGLE": write_modules(folder / "modules", files.target, 1),
+        "MULTI_LAYER_EAGLE": modules,
+        "NEXTN": modules,
         "DSPARK": write_block_draft(folder / "dspark"),
     }
 
