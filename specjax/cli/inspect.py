@@ -28,6 +28,7 @@ from specjax.text.tokenizer import Tokenizer
 _NESTED = ("transformer_layer_config", "eagle_config", "dflash_config", "dspark_config")
 _LAYER_IDS = "target_layer_ids aux_hidden_state_layer_ids eagle_aux_hidden_state_layer_ids".split()
 _AS_DRAFT = f"{STANDALONE.name}, if it drafts for another model"
+_MODEL = "language model"
 _MANY_LAYERS = 1000  # assumed if the files do not describe the target; default layers depend on it
 
 
@@ -43,7 +44,8 @@ def run_inspect(args: argparse.Namespace, *_: Any) -> int:
         facts, reason = _try(path, opened)
         if opened is not None and not facts:
             facts = _try(path, None, does_fit=False)[0]
-    kind = "model" if target is None and facts.get("algorithm") == _AS_DRAFT else "draft"
+    is_model = target is None and facts.get("format", "").startswith(_MODEL)
+    kind = "model" if is_model else "draft"
     for name, value in {kind: args.checkpoint, **facts}.items():
         print(f"{name}: {value}")
     if target is not None or reason:
@@ -117,6 +119,9 @@ def _open(path: Path, target: TargetCheckpoint | None) -> Opened:
         opened = open_mtp(path, pair, num_modules=len(modules))
         has_several = family_of(opened.config).modules.is_numbered
         algorithm = (MULTI_LAYER_EAGLE if has_several else EAGLE).name
+        others = (name for name in source.infos if not name.startswith(modules))
+        if target is None and any(re.search(r"\blayers\.0\.", name) for name in others):
+            return pair, f"{algorithm}, without a draft", f"{_MODEL} ({pair.config.model_type})"
         return opened, algorithm, "multi-token prediction modules"
     kinds = map(fields.values.get, ("architectures", "speculators_model_type"))
     # open_block names missing tensors, and refuses a model with pard_token
@@ -141,7 +146,7 @@ def _language_model(path: Path, target: TargetCheckpoint | None) -> Opened:
     if target and isinstance(opened.config, Qwen35Config) and recurrent_layers(opened.config):
         raise ValueError(f"{path} has recurrent layers, which a draft model must not have")
     algorithm = STANDALONE.name if target else _AS_DRAFT
-    return opened, algorithm, f"language model ({opened.config.model_type})"
+    return opened, algorithm, f"{_MODEL} ({opened.config.model_type})"
 
 
 def _stated_target(source: TensorSource, fields: Fields) -> TargetCheckpoint:

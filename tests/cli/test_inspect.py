@@ -116,9 +116,24 @@ def test_a_mixture(tmp_path: Path, capsys: Any) -> None:
 
 
 def test_modules_after_the_layers(tmp_path: Path, capsys: Any) -> None:
-    status, facts = inspect(capsys, write_glm(tmp_path / "glm"))
+    path = write_glm(tmp_path / "glm")
+    status, facts = inspect(capsys, path, "--model", path)
     assert (status, facts["algorithm"]) == (0, "MULTI_LAYER_EAGLE")
     assert facts["layers"] == "1 of width 32"
+
+
+@pytest.mark.parametrize(
+    ("write", "algorithm", "count"),
+    [(write_glm, "MULTI_LAYER_EAGLE", 3), (write_hybrid, "EAGLE", 2)],
+)
+def test_a_model_that_drafts_for_itself(
+    write: Any, algorithm: str, count: int, target: Path, tmp_path: Path, capsys: Any
+) -> None:
+    path = write(tmp_path / "model", *[target] * (write is write_hybrid))
+    status, facts = inspect(capsys, path)
+    assert (status, facts["model"]) == (0, str(path))
+    assert facts["algorithm"] == f"{algorithm}, without a draft"
+    assert facts["layers"] == f"{count} of width 32"
 
 
 def test_a_layer_that_drafts_all_tokens(target: Path, tmp_path: Path, capsys: Any) -> None:
