@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ from specjax.kernels.delta_inputs import RequestRows
 from specjax.kernels.delta_rule import DeltaPool
 from specjax.kernels.rope_store import normed, rotate
 
+from specjax import Engine
 from specjax.config import TransformerConfig
 from specjax.kv.recurrent import recur_in_order
 from specjax.models.declare import request_shapes
@@ -141,3 +143,46 @@ def relative_error(ours: Any, theirs: Any) -> float:
     if a.shape != b.shape or not np.isfinite(a).all():
         return float("inf")
     return float(np.abs(a - b).max() / np.abs(b).max())
+
+
+def check_rounds(
+    path: Path, tensors: dict[str, Any], simulated: Callable[..., Any], vocab_size: int, **how: Any
+) -> None:
+    """Compare a batch's completions and histograms with a simulation, also after an update.
+
+    Args:
+        path: the model.
+        tensors: those of its draft, which replace themselves.
+        simulated: maps a prompt and a number of tokens to the completion and its histogram.
+        vocab_size: that of the model.
+        **how: options of the engine.
+    """
+    rng = np.random.default_rng(3)
+    prompts = [rng.integers(0, vocab_size, n).tolist() for n in (1, 2, 9, 21)]
+    counts = [24, 20, 24, 17]
+    expected = [simulated(*pair) for pair in zip(prompts, counts, strict=True)]
+    total = np.sum([histogram for _, histogram in expected], axis=0)
+    assert min(total[0], total[1], total[2:].sum()) > 5, "drafts are right too rarely"
+    with Engine(
+        str(path),
+        dtype="float32",
+        page_size=4,
+        context_length=80,
+        max_running_requests=2,
+        max_total_tokens=200,
+        batch_buckets=(2,),
+        chunked_prefill_size=8,
+        skip_tokenizer_init=True,
+        compile_cache_dir=None,
+        compile_on_use=True,
+        **how,
+    ) as engine:
+        params = [
+            {"temperature": 0.0, "ignore_eos": True, "max_new_tokens": count} for count in counts
+        ]
+        results = engine.generate(input_ids=prompts, sampling_params=params)
+        engine.update_weights_from_tensor(tensors, draft=True)
+        again = engine.generate(input_ids=prompts, sampling_params=params)
+    for result, (output, histogram) in zip(results + again, expected * 2, strict=True):
+        assert result["output_ids"] == output
+        assert result["meta_info"]["spec_correct_drafts_histogram"] == histogram

@@ -10,7 +10,6 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from specjax import Engine  # noqa: E402
 from specjax.checkpoints import open_target  # noqa: E402
 from specjax.checkpoints.draft import open_mtp  # noqa: E402
 from specjax.models.eagle import MtpHead  # noqa: E402
@@ -18,6 +17,7 @@ from specjax.models.eagle import MtpHead  # noqa: E402
 from .jax_side import (  # noqa: E402
     build,
     build_target,
+    check_rounds,
     dense_attend,
     empty_cache,
     relative_error,
@@ -94,34 +94,6 @@ def test_rounds(tmp_path: Path) -> None:
     path = save(model, tmp_path / "model")
     modules = Modules(model, module_tensors(model, COUNT, seed=4))
     add_modules(path, modules.tensors, **MIMO)
-    rng = np.random.default_rng(3)
-    prompts = [rng.integers(0, VOCAB, n).tolist() for n in (1, 2, 9, 21)]
-    counts = [24, 20, 24, 17]
-    expected = [simulated(modules, *pair) for pair in zip(prompts, counts, strict=True)]
-    total = np.sum([histogram for _, histogram in expected], axis=0)
-    assert min(total[0], total[1], total[2:].sum()) > 5, "the modules are right too rarely"
-    with Engine(
-        str(path),
-        speculative_algorithm="MULTI_LAYER_EAGLE",
-        speculative_num_steps=COUNT,
-        dtype="float32",
-        page_size=4,
-        context_length=80,
-        max_running_requests=2,
-        max_total_tokens=200,
-        batch_buckets=(2,),
-        chunked_prefill_size=8,
-        skip_tokenizer_init=True,
-        compile_cache_dir=None,
-        compile_on_use=True,
-    ) as engine:
-        params = [
-            {"temperature": 0.0, "ignore_eos": True, "max_new_tokens": count} for count in counts
-        ]
-        results = engine.generate(input_ids=prompts, sampling_params=params)
-        named = {name: tensor.numpy() for name, tensor in modules.tensors.items()}
-        engine.update_weights_from_tensor(named, draft=True)
-        again = engine.generate(input_ids=prompts, sampling_params=params)
-    for result, (output, histogram) in zip(results + again, expected * 2, strict=True):
-        assert result["output_ids"] == output
-        assert result["meta_info"]["spec_correct_drafts_histogram"] == histogram
+    named = {name: tensor.numpy() for name, tensor in modules.tensors.items()}
+    how = {"speculative_algorithm": "MULTI_LAYER_EAGLE", "speculative_num_steps": COUNT}
+    check_rounds(path, named, partial(simulated, modules), VOCAB, **how)

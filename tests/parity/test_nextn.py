@@ -13,12 +13,18 @@ pytest.importorskip("transformers")
 
 from safetensors.numpy import load_file, save_file  # noqa: E402
 
-from specjax import Engine  # noqa: E402
 from specjax.checkpoints import open_target  # noqa: E402
 from specjax.checkpoints.draft import open_mtp  # noqa: E402
 from specjax.models.eagle import build_head  # noqa: E402
 
-from .jax_side import build, build_target, dense_attend, relative_error, run_target  # noqa: E402
+from .jax_side import (  # noqa: E402
+    build,
+    build_target,
+    check_rounds,
+    dense_attend,
+    relative_error,
+    run_target,
+)
 from .nextn_reference import DraftLayer, layer_tensors  # noqa: E402
 from .torch_side import FAMILIES, make_model, run_model, save  # noqa: E402
 
@@ -106,33 +112,5 @@ def simulated(
 def test_rounds(tmp_path: Path) -> None:
     """Completions and acceptance of a batch equal the simulation; no draft is named."""
     model, layer = write(tmp_path, "qwen3_5", seed=6, vocab_size=VOCAB)
-    rng = np.random.default_rng(3)
-    prompts = [rng.integers(0, VOCAB, n).tolist() for n in (1, 2, 9, 21)]
-    counts = [24, 20, 24, 17]
-    expected = [simulated(model, layer, *pair) for pair in zip(prompts, counts, strict=True)]
-    total = np.sum([histogram for _, histogram in expected], axis=0)
-    assert min(total[0], total[1], total[2:].sum()) > 5, "the layer is right too rarely"
-    with Engine(
-        str(tmp_path),
-        speculative_algorithm="NEXTN",
-        speculative_num_steps=STEPS,
-        dtype="float32",
-        page_size=4,
-        context_length=80,
-        max_running_requests=2,
-        max_total_tokens=200,
-        batch_buckets=(2,),
-        chunked_prefill_size=8,
-        skip_tokenizer_init=True,
-        compile_cache_dir=None,
-        compile_on_use=True,
-    ) as engine:
-        params = [
-            {"temperature": 0.0, "ignore_eos": True, "max_new_tokens": count} for count in counts
-        ]
-        results = engine.generate(input_ids=prompts, sampling_params=params)
-        engine.update_weights_from_tensor(layer.tensors, draft=True)
-        again = engine.generate(input_ids=prompts, sampling_params=params)
-    for result, (output, histogram) in zip(results + again, expected * 2, strict=True):
-        assert result["output_ids"] == output
-        assert result["meta_info"]["spec_correct_drafts_histogram"] == histogram
+    how = {"speculative_algorithm": "NEXTN", "speculative_num_steps": STEPS}
+    check_rounds(tmp_path, layer.tensors, partial(simulated, model, layer), VOCAB, **how)
