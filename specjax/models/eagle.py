@@ -26,7 +26,7 @@ from specjax.kernels.add_norm import whole
 from specjax.models.declare import Part, weight
 from specjax.models.decoder import CausalLM
 from specjax.models.family import Modules, draft_kinds
-from specjax.models.hot_head import DraftVocabulary, HotHead, TargetHead, ids_of
+from specjax.models.hot_head import DraftVocabulary, HotHead, TargetHead
 from specjax.models.layers import (
     MLP,
     Attend,
@@ -75,16 +75,8 @@ class DraftHead(TargetHead, nnx.Module):
         return table(tokens).astype(self.config.dtypes.activations)
 
     @property
-    def vocabulary(self) -> Array | None:
-        """Target token ids i32 ``[V]`` of the draft vocabulary; ``None`` if they are the same."""
-        if self.d2t is None:
-            return super().vocabulary
-        return ids_of(self.d2t[...])
-
-    def target_ids(self, draft_ids: Array) -> Array:
-        if self.d2t is None:
-            return super().target_ids(draft_ids)
-        return draft_ids + self.d2t[...][draft_ids]
+    def offsets(self) -> Array | None:
+        return super().offsets if self.d2t is None else self.d2t[...]
 
     def logits(self, hidden: Array, target: CausalLM) -> Array:
         """Float32 logits ``[..., draft_vocab_size]`` of recurrent states ``[..., D]``."""

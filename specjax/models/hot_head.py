@@ -57,14 +57,17 @@ class TargetHead:
     hot_head: HotHead | None
 
     @property
+    def offsets(self) -> Array | None:
+        """Target ids i32 ``[W]`` less draft ids; ``None`` if both are the same."""
+        return None if self.hot_head is None else self.hot_head.offsets[...]
+
+    @property
     def vocabulary(self) -> Array | None:
         """Target token ids i32 ``[W]`` of the logits; ``None`` if they are of all tokens."""
-        return None if self.hot_head is None else ids_of(self.hot_head.offsets[...])
+        return None if self.offsets is None else ids_of(self.offsets)
 
     def target_ids(self, draft_ids: Array) -> Array:
-        if self.hot_head is None:
-            return draft_ids
-        return draft_ids + self.hot_head.offsets[...][draft_ids]
+        return draft_ids if self.offsets is None else draft_ids + self.offsets[draft_ids]
 
     def logits(self, hidden: Array, target: CausalLM) -> Array:
         """Float32 logits ``[..., W]``, by default of all tokens, of states ``[..., D]``."""
