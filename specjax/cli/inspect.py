@@ -17,8 +17,8 @@ from specjax.checkpoints.tensors import TensorSource, open_directory
 from specjax.config import FeatureConfig, ModelConfig
 from specjax.json_file import Fields, Size
 from specjax.models.experts import MixtureConfig
-from specjax.models.qwen35 import Qwen35Config, recurrent_layers
-from specjax.models.registry import family_of
+from specjax.models.gated_delta import DeltaConfig, GatedDelta
+from specjax.models.registry import family_of, layer_kinds
 from specjax.speculative.block import DFLASH, DSPARK
 from specjax.speculative.eagle import EAGLE, EAGLE3
 from specjax.speculative.multi_layer_eagle import MULTI_LAYER_EAGLE
@@ -95,12 +95,11 @@ def _facts(
         yield "matrices", opened.matrices
     elif config.quantization is not None:
         yield "matrices", str(config.quantization)
-    num_layers = config.num_layers
-    if isinstance(config, Qwen35Config) and (recurrent := recurrent_layers(config)):
-        num_layers, (_, key_dim, heads, value_dim) = num_layers - len(recurrent), config.delta_heads
-        size = f"{4 * len(recurrent) * heads * key_dim * value_dim} bytes per request"
-        yield "states", f"{size} in {len(recurrent)} of {config.num_layers} layers"
-    values = 2 * num_layers * config.num_kv_heads * config.head_dim
+    if recurrent := _count_recurrent(config):
+        _, key_dim, heads, value_dim = config.delta_heads
+        size = f"{4 * recurrent * heads * key_dim * value_dim} bytes per request"
+        yield "states", f"{size} in {recurrent} of {config.num_layers} layers"
+    values = 2 * (config.num_layers - recurrent) * config.num_kv_heads * config.head_dim
     plain = f"{values * config.dtypes.kv.itemsize} bytes per token in {config.dtype}"
     yield "KV memory", f"{plain}, {values} in fp8_e4m3"
 
@@ -143,10 +142,17 @@ def _open(path: Path, target: TargetCheckpoint | None) -> Opened:
 
 def _language_model(path: Path, target: TargetCheckpoint | None) -> Opened:
     opened = open_draft_model(path, target) if target else open_target(path, knob="draft")
-    if target and isinstance(opened.config, Qwen35Config) and recurrent_layers(opened.config):
+    if target and _count_recurrent(opened.config):
         raise ValueError(f"{path} has recurrent layers, which a draft model must not have")
     algorithm = STANDALONE.name if target else _AS_DRAFT
     return opened, algorithm, f"{_MODEL} ({opened.config.model_type})"
+
+
+def _count_recurrent(config: Any) -> int:
+    """Number of recurrent layers, by their mixers."""
+    if not isinstance(config, DeltaConfig):
+        return 0
+    return sum(kind.mixer is GatedDelta for kind in layer_kinds(config))
 
 
 def _stated_target(source: TensorSource, fields: Fields) -> TargetCheckpoint:

@@ -29,12 +29,6 @@ class Qwen35Config(DeltaConfig):
     linear_layers: tuple[int, ...]  # numbers of the recurrent layers
 
 
-def recurrent_layers(config: Qwen35Config) -> list[int]:
-    """Numbers of the recurrent layers of a model, or of its module that drafts, which has none."""
-    numbers = range(config.first_layer, config.first_layer + config.num_layers)
-    return [i for i in numbers if i in config.linear_layers]
-
-
 @dataclass(frozen=True, kw_only=True)
 class Qwen35MoeConfig(Qwen35Config, MixtureConfig):
     """The same with a mixture of experts in every layer."""
@@ -90,9 +84,8 @@ def _layers(
     base: Callable[..., tuple[LayerKind, ...]], config: Qwen35Config, **differences: Any
 ) -> tuple[LayerKind, ...]:
     kinds = base(config, norm_offset=1.0, qk_norm=True, mixer=GatedAttention, **differences)
-    recurrent = recurrent_layers(config)
     return tuple(
-        replace(kind, mixer=GatedDelta) if i in recurrent else kind
+        replace(kind, mixer=GatedDelta) if i in config.linear_layers else kind
         for i, kind in enumerate(kinds, config.first_layer)
     )
 
