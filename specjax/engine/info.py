@@ -61,7 +61,7 @@ def _state(plan: EnginePlan, totals: Totals, controller: TierController | None) 
         and (totals.drafts or not metric.name.startswith("spec_"))
     }
     memory = {  # GB of 1e9 bytes
-        "weight": (plan.needs.weight_bytes - plan.state_bytes) / 1e9,
+        "weight": plan.weight_bytes / 1e9,
         "states": plan.state_bytes / 1e9,
         "kvcache": plan.kv_bytes / 1e9,
         "temporary": plan.needs.temporary_bytes / 1e9,

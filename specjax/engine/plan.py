@@ -52,6 +52,11 @@ class EnginePlan:
         return tokens * self.needs.token_bytes + self.needs.window_bytes
 
     @property
+    def weight_bytes(self) -> int:
+        """Bytes of the weights alone."""
+        return self.needs.weight_bytes - self.state_bytes
+
+    @property
     def state_bytes(self) -> int:
         """Bytes of the states of recurrent layers, which ``needs`` counts as weights."""
         shapes = request_shapes(self.networks.target.caches, self.config.num_states)
@@ -115,7 +120,7 @@ class EnginePlan:
             f"context length {self.context_length} tokens, up to {config.num_slots - 1} running "
             f"requests, batch buckets {list(config.batch_buckets)}",
             f"{target.name} ({target.matrices}) on {kind}: weights "
-            f"{(self.needs.weight_bytes - self.state_bytes) / 1e9:.2f} GB{states}, KV "
+            f"{self.weight_bytes / 1e9:.2f} GB{states}, KV "
             f"{self.kv_bytes / 1e9:.2f} GB{kv}: "
             f"{config.num_pages - 1} pages of {config.page_size} tokens, {config.max_total_tokens} "
             f"tokens{windows}",

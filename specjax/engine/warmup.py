@@ -84,7 +84,7 @@ def warm_up(args: EngineArgs) -> WarmUp:
         folder=str(cache.path),
         functions=tuple(runner.compiled.report),
         seconds=time.perf_counter() - started,
-        weight_bytes=plan.needs.weight_bytes - plan.state_bytes,
+        weight_bytes=plan.weight_bytes,
         state_bytes=plan.state_bytes,
         kv_bytes=plan.kv_bytes,
         temporary_bytes=plan.needs.temporary_bytes,
