@@ -1,6 +1,6 @@
 """Pages that a running request holds, and KV indices that dispatches may write."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import NamedTuple
@@ -78,3 +78,12 @@ class PageHolding:
         begin = max(self.kv_len, len(self.prefill_ids))
         rounds = self.unread_rounds + dispatches * writes.rounds
         return min(begin + writes.after(rounds), self.max_kv_tokens + writes.tail)
+
+
+def move_entries(
+    page_map: MutableMapping[int, int], sources: Iterable[int], targets: Iterable[int]
+) -> None:
+    """Give the entries of ``sources`` to ``targets``, pages of equal text that have none."""
+    for before, after in zip(sources, targets, strict=False):
+        if before in page_map and after not in page_map:
+            page_map[after] = page_map.pop(before)

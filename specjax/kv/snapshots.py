@@ -13,7 +13,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
-from specjax.kv.holding import PageHolding
+from specjax.kv.holding import PageHolding, move_entries
 
 
 class Snapshots:
@@ -97,9 +97,7 @@ class Snapshots:
 
     def move(self, sources: Iterable[int], targets: Iterable[int]) -> None:
         """Give snapshots of ``sources`` to ``targets``, pages of equal text that have none."""
-        for before, after in zip(sources, targets, strict=False):
-            if before in self._page_map and after not in self._page_map:
-                self._page_map[after] = self._page_map.pop(before)
+        move_entries(self._page_map, sources, targets)
 
     def replace(self, holding: PageHolding, sources: Iterable[int], targets: Iterable[int]) -> None:
         """Use ``targets`` instead of ``sources`` of equal text in a holding."""

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 
-from specjax.kv.holding import KVWrites, PageHolding
+from specjax.kv.holding import KVWrites, PageHolding, move_entries
 from specjax.kv.pages import PageAllocator
 
 # Window pages are prepared for several dispatches, because each change uploads the page tables.
@@ -122,9 +122,7 @@ class WindowPages:
 
     def move(self, sources: Iterable[int], targets: Iterable[int]) -> None:
         """Give window pages of ``sources`` to ``targets``, pages of equal text that have none."""
-        for before, after in zip(sources, targets, strict=False):
-            if before in self._page_map and after not in self._page_map:
-                self._page_map[after] = self._page_map.pop(before)
+        move_entries(self._page_map, sources, targets)
 
     def replace(self, holding: PageHolding, sources: Iterable[int], targets: Iterable[int]) -> None:
         """Use ``targets`` instead of ``sources`` of equal text in a holding; rewrite its table."""
