@@ -134,15 +134,14 @@ PRESETS: dict[str, tuple[ModelConfig, DraftConfig | BlockConfig | ModelConfig]] 
 }
 
 
-# algorithms of presets that do not draft with EAGLE-3
-_ALGORITHMS = {"qwen3-8b-dflash-b16": "DFLASH", "qwen3-8b-dspark-b7": "DSPARK"}
-_ALGORITHMS["llama3.1-8b-eagle"] = "EAGLE"
-
-
 def preset_algorithm(name: str | None) -> str | None:
     """Return the algorithm of a preset's draft; ``None`` if it is an EAGLE-3 head."""
-    is_module = name in PRESETS and isinstance(PRESETS[name][1], ModelConfig)
-    return "EAGLE" if is_module else _ALGORITHMS.get(name or "")
+    if name not in PRESETS:
+        return None
+    draft = PRESETS[name][1]
+    if isinstance(draft, BlockConfig):
+        return "DSPARK" if draft.markov_head else "DFLASH"
+    return None if isinstance(draft, DraftConfig) and draft.fuses_features else "EAGLE"
 
 
 def write_preset(name: str, folder: Path) -> tuple[Path, Path]:
