@@ -294,18 +294,19 @@ def specjax_delta_verify(*refs: Any, num_rows: int, width: int) -> None:
     """Kernel body. It stores after all rows, because a store would delay the loads after it."""
     layer_ref, rows, inputs, states_ref, parents_ref, replay, deltas_ref, outs_ref = refs
     request, layer = pl.program_id(0), layer_ref[0]
-    count, place = rows.counts[request], layer % deltas_ref.shape[0]
-    last, tile = outs_ref.shape[0] - 1, Tile.of_program(width, outs_ref.shape[2])
+    rows = RequestRows(*(ref[request] for ref in rows))
+    place, last = layer % deltas_ref.shape[0], outs_ref.shape[0] - 1
+    tile = Tile.of_program(width, outs_ref.shape[2])
 
-    @pl.when(count > 0)
+    @pl.when(rows.counts > 0)
     def _() -> None:
-        state = tile.load_state(states_ref, layer, rows.sources[request])
-        index = [jnp.minimum(rows.starts[request] + i, last) for i in range(num_rows)]
+        state = tile.load_state(states_ref, layer, rows.sources)
+        index = [jnp.minimum(rows.starts + i, last) for i in range(num_rows)]
         drafted = (tile.load_row(inputs, replay, place, row) for row in index)
         of_rows = range(0 if parents_ref is None else num_rows)
         parents = [parents_ref[request, i] for i in of_rows]
         for i, (delta, out) in enumerate(_verified(state, drafted, parents)):
-            mask = jnp.broadcast_to(i < count, (width,))
+            mask = jnp.broadcast_to(i < rows.counts, (width,))
             store(deltas_ref.at[place, index[i], tile.head, tile.columns], delta, mask=mask)
             store(outs_ref.at[index[i], tile.head, tile.columns], out, mask=mask)
 

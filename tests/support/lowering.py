@@ -43,5 +43,8 @@ def lower_for_cuda(function: Callable[..., Any], *args: Any, **jit_options: Any)
 
 def _unescaped(text: str) -> bytes:
     """The bytes of an MLIR string attribute."""
-    parts = re.sub(r"\\([0-9A-Fa-f]{2})", lambda m: chr(int(m[1], 16)), text)
-    return re.sub(r'\\([\\"])', r"\1", parts).encode("latin-1")
+    # in one pass, because bytes that were escaped may look like an escape
+    parts = re.sub(
+        r"\\(?:([0-9A-Fa-f]{2})|(.))", lambda m: chr(int(m[1], 16)) if m[1] else m[2], text
+    )
+    return parts.encode("latin-1")
