@@ -46,15 +46,21 @@ def ordered_sum(sums: Array) -> Array:
     return total
 
 
-def _reference(x: Array, delta: Array, scale: Array, eps: float) -> tuple[Array, Array]:
+def with_offset(scale: Array, offset: float) -> Array:
+    """``scale + offset`` in float32, because bfloat16 would round 1 + w and so lose most of w."""
+    return scale.astype(jnp.float32) + offset if offset else scale
+
+
+def _reference(
+    x: Array, delta: Array, scale: Array, eps: float, offset: float
+) -> tuple[Array, Array]:
     total = x + whole(delta, x.ndim, x.dtype)
-    return total, rms_norm(total, scale, eps)
+    return total, rms_norm(total, with_offset(scale, offset), eps)
 
 
-def specjax_add_norm(
-    x_ref: Any, delta_ref: Any, scale_ref: Any, sum_ref: Any, normed_ref: Any, *, eps: float
-) -> None:
+def specjax_add_norm(*refs: Any, eps: float, offset: float) -> None:
     """Kernel body: one program per row, which it reads in parts of powers of two."""
+    x_ref, delta_ref, scale_ref, sum_ref, normed_ref = refs
     size, row = x_ref.shape[1], pl.program_id(0)
     totals, squares = [], jnp.float32(0.0)
     for span in spans(size):
@@ -69,11 +75,18 @@ def specjax_add_norm(
         totals.append((span, total32))
     inverse = jax.lax.rsqrt(squares / size + eps)
     for span, total32 in totals:
-        normed_ref[row, span] = scaled(total32 * inverse, scale_ref[span], x_ref.dtype)
+        factor = with_offset(scale_ref[span], offset)
+        normed_ref[row, span] = scaled(total32 * inverse, factor, x_ref.dtype)
 
 
 def add_norm(
-    x: Array, delta: Array, scale: Array, *, eps: float, implementation: str | None = None
+    x: Array,
+    delta: Array,
+    scale: Array,
+    *,
+    eps: float,
+    offset: float = 0.0,
+    implementation: str | None = None,
 ) -> tuple[Array, Array]:
     """Add to the residual stream and normalise the sum.
 
@@ -82,10 +95,11 @@ def add_norm(
         delta: ``[..., D]``, the output of a block, or f32 ``[P, ..., D]``, its partial sums.
         scale: ``[D]``, in the dtype of ``x`` or float32.
         eps: added to the mean square.
+        offset: added to ``scale``, in float32.
 
     Returns:
-        ``x + delta`` and its norm times ``scale``, both ``[..., D]`` in the dtype of ``x``. The
-        mean square is computed in float32 from the sum as stored.
+        ``x + delta`` and its norm times ``scale + offset``, both ``[..., D]`` in the dtype of
+        ``x``. The mean square is computed in float32 from the sum as stored.
     """
     implementation = resolve(implementation)
     if x.shape not in (delta.shape, delta.shape[1:]) or scale.shape != x.shape[-1:]:
@@ -94,11 +108,11 @@ def add_norm(
             f"partial sums; scale {scale.shape} must be {x.shape[-1:]}"
         )
     if implementation == "xla" or x.size == 0:
-        return _reference(x, delta, scale, eps)
+        return _reference(x, delta, scale, eps, offset)
     size = x.shape[-1]
     shape = jax.ShapeDtypeStruct((x.size // size, size), x.dtype)
     total, normed = triton_call(
-        partial(specjax_add_norm, eps=eps),
+        partial(specjax_add_norm, eps=eps, offset=offset),
         grid=(shape.shape[0],),
         out_shape=(shape, shape),
         # each thread loads 16 bytes at a time

@@ -18,7 +18,7 @@ from flax import nnx
 from jax import Array
 
 from specjax.config import Dtypes, Rope, TransformerConfig
-from specjax.kernels.add_norm import add_norm, rms_norm, whole
+from specjax.kernels.add_norm import add_norm, rms_norm, whole, with_offset
 from specjax.kernels.backend import WORD, resolve
 from specjax.kernels.dot import plain_dot
 from specjax.kernels.rope_store import normed, rotate
@@ -189,9 +189,7 @@ class RMSNorm(nnx.Module):
     @property
     def factor(self) -> Array:
         """Multiplier ``[size]`` of the normalised values, in float32 if there is an offset."""
-        # bfloat16 would round 1 + w to 8 bits, and so lose most of w
-        scale = self.scale[...]
-        return scale.astype(jnp.float32) + self.offset if self.offset else scale
+        return with_offset(self.scale[...], self.offset)
 
     def __call__(self, x: Array) -> Array:
         return rms_norm(x, self.factor, self.eps, self.implementation)
@@ -200,7 +198,8 @@ class RMSNorm(nnx.Module):
         """Return ``x + delta`` and the norm of this sum. If ``delta`` is None, the sum is ``x``."""
         if delta is None:
             return x, self(x)
-        return add_norm(x, delta, self.factor, eps=self.eps, implementation=self.implementation)
+        options: dict[str, Any] = {"offset": self.offset, "implementation": self.implementation}
+        return add_norm(x, delta, self.scale[...], eps=self.eps, **options)
 
 
 class Embedding(nnx.Module):

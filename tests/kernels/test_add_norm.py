@@ -55,6 +55,17 @@ def test_a_float32_scale_is_not_rounded(run):
 
 
 @pytest.mark.parametrize("run", RUNS)
+def test_an_offset_is_added_in_float32(run):
+    """As if the scale had been float32 values 1 + w."""
+    x, w = np.random.default_rng(0).standard_normal((2, 2, 96)) * [[[3.0]], [[0.01]]]
+    x, w = (np.asarray(jnp.asarray(y, jnp.bfloat16)) for y in (x, w[0]))
+    options = {"eps": 1e-6, **run}
+    got = run_jitted(add_norm, {"offset": 1.0, **options}, x, np.zeros_like(x), w)
+    expected = run_jitted(add_norm, options, x, np.zeros_like(x), 1 + w.astype(np.float32))
+    np.testing.assert_array_equal(got[1], expected[1])
+
+
+@pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("size", [96, 4096])
 def test_partial_sums(size, run):
     rng = np.random.default_rng(2)
