@@ -1,6 +1,6 @@
 """Attention over a paged KV pool whose rows have the same bits in any batch, prompt or tree.
 
-The keys of a row are cut into blocks of 128 at fixed positions. Each block is computed from fresh
+The keys of a row are cut into blocks at fixed positions. Each block is computed from fresh
 sums, and blocks are added in ascending order, so it does not matter which program computes one. A
 row sees its keys in the order of their positions, also if it is a tree node: its path then stands
 where plain decoding would have stored the same tokens. Row sums depend on the layout of a tile in
@@ -29,9 +29,8 @@ from specjax.kernels.paged import (
     tile_map,
 )
 
-BLOCK = 128  # keys per block; other values give other bits
 MIN_ROWS, MAX_ROWS = 16, 64
-HEAD_DIMS = (16, 32, 64, 128)  # at 256, a block does not fit into shared memory
+HEAD_DIMS = (16, 32, 64, 128, 256)
 # Programs, of 16 rows, from which on one program adds up all blocks of its rows. With fewer, each
 # block has its own program, and its sums are stored.
 ENOUGH_PROGRAMS = 128
@@ -39,6 +38,11 @@ KEPT_PER_STEP = 4  # stored sums that are loaded at the same time
 MOST_SHARES = 64  # programs that share the blocks of a request, which may have 1,024 of them
 # highest score, sum of weights, and sum of weighted values for each span of the dims
 Sums = tuple[Array, ...]
+
+
+def block_size(head_dim: int) -> int:
+    """Keys per block, so that a block fits into shared memory; other sizes give other bits."""
+    return 64 if head_dim > 128 else 128
 
 
 def _block(
@@ -54,7 +58,7 @@ def _block(
     if visible is not None:
         weights = jnp.where(visible, weights, 0.0)
     weights = weights.astype(q[0].dtype)
-    total = row_dot(weights, jnp.ones((BLOCK, MIN_ROWS), weights.dtype), transpose=False)
+    total = row_dot(weights, jnp.ones((weights.shape[1], MIN_ROWS), weights.dtype), transpose=False)
     mixed = (row_dot(weights, v, transpose=False) for v in kv[1])
     return best, jnp.max(total, axis=1), *mixed
 
@@ -91,7 +95,8 @@ def specjax_invariant_shared(*refs: Any, block_rows: int, form: PagedForm) -> No
     share, num_shares, tile = pl.program_id(1), pl.num_programs(1), pl.program_id(2)
     # rows after the last one repeat the first ones: they store the same values to the same places
     row = (tile * block_rows + jnp.arange(block_rows, dtype=jnp.int32)) % (rows * group)
-    layer, num_blocks = layer_ref[0], lens_ref[request] // BLOCK
+    block = block_size(q_ref.shape[3])
+    layer, num_blocks = layer_ref[0], lens_ref[request] // block
     dim_spans = head_spans(pool_ref)
 
     @pl.when(share < num_blocks)
@@ -103,7 +108,7 @@ def specjax_invariant_shared(*refs: Any, block_rows: int, form: PagedForm) -> No
         nothing = empty_sums(block_rows, *(span.size for span in dim_spans))
 
         def add_block(i: Array, sums: Sums) -> Sums:
-            key = i * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)
+            key = i * block + jnp.arange(block, dtype=jnp.int32)
             slot = slots_of(table_ref, request, key, form.page_size)
             kv = load_kv(pool_ref, layer, slot, head, q[0].dtype, form.implementation)
             return _add(sums, _block(q, kv, scale, None), scale)
@@ -142,7 +147,8 @@ def specjax_invariant_own(*refs: Any, form: PagedForm) -> None:
     row = token * group + member
     place, dim_spans = (request, token, head * group + member), head_spans(pool_ref)
     q = [for_products(q_ref[*place, span], pool_ref) for span in dim_spans]
-    shared = seq_len // BLOCK
+    block = block_size(q_ref.shape[3])
+    shared = seq_len // block
     end = seq_len + (path_refs[0][request, token] if path_refs else token + 1)
 
     num_sums = jnp.minimum(shared, num_kept)
@@ -160,7 +166,7 @@ def specjax_invariant_own(*refs: Any, form: PagedForm) -> None:
         return sums
 
     def step(i: Array, sums: Sums) -> Sums:
-        position = i * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)
+        position = i * block + jnp.arange(block, dtype=jnp.int32)
         # past the end, read the last key again and mask its score; the load needs no mask
         key = jnp.minimum(position, end - 1)
         if path_refs:
@@ -172,7 +178,7 @@ def specjax_invariant_own(*refs: Any, form: PagedForm) -> None:
 
     sums: Sums = empty_sums(block_rows, *(span.size for span in dim_spans))
     sums = jax.lax.fori_loop(0, pl.cdiv(num_sums, KEPT_PER_STEP), add_kept, sums)
-    _, total, *mixed = jax.lax.fori_loop(shared, pl.cdiv(end, BLOCK), step, sums)
+    _, total, *mixed = jax.lax.fori_loop(shared, pl.cdiv(end, block), step, sums)
     for span, x in zip(dim_spans, mixed, strict=True):
         out_ref[*place, span] = (x / total[:, None]).astype(out_ref.dtype)
 
@@ -182,6 +188,7 @@ def specjax_invariant_prefill(*refs: Any, block_rows: int, form: PagedForm) -> N
     layer_ref, map_ref, table_ref, q_ref, pool_ref, out_ref = refs
     group, scale = q_ref.shape[1] // pool_ref.shape[3], form.scale * LOG2E
     layer, head, tile = layer_ref[0], pl.program_id(0), pl.program_id(1)
+    block = block_size(q_ref.shape[2])
     segment, first_row, tokens, end = (map_ref[tile, i] for i in range(4))
 
     @pl.when(segment >= 0)
@@ -195,7 +202,7 @@ def specjax_invariant_prefill(*refs: Any, block_rows: int, form: PagedForm) -> N
         begin = end - tokens
 
         def step(i: Array, sums: Sums, *, is_masked: bool) -> Sums:
-            position = i * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)
+            position = i * block + jnp.arange(block, dtype=jnp.int32)
             key = jnp.minimum(position, end - 1) if is_masked else position
             slot = slots_of(table_ref, segment, key, form.page_size)
             kv = load_kv(pool_ref, layer, slot, head, q[0].dtype, form.implementation)
@@ -204,10 +211,10 @@ def specjax_invariant_prefill(*refs: Any, block_rows: int, form: PagedForm) -> N
 
         sums: Sums = empty_sums(block_rows, *(span.size for span in dim_spans))
         # the first token of the tile sees all keys in these blocks
-        unmasked = jnp.maximum(begin + 1, 0) // BLOCK
+        unmasked = jnp.maximum(begin + 1, 0) // block
         sums = jax.lax.fori_loop(0, unmasked, partial(step, is_masked=False), sums)
         masked = partial(step, is_masked=True)
-        _, total, *mixed = jax.lax.fori_loop(unmasked, pl.cdiv(end, BLOCK), masked, sums)
+        _, total, *mixed = jax.lax.fori_loop(unmasked, pl.cdiv(end, block), masked, sums)
         # rows of padding have no keys
         total = jnp.where(total > 0.0, total, 1.0)[:, None]
         for span, x in zip(dim_spans, mixed, strict=True):
@@ -244,7 +251,7 @@ def invariant_tree_attention(
     num_rows = rows * heads // kv_heads
     block_rows = min(MAX_ROWS, max(MIN_ROWS, power_of_two(num_rows)))
     num_tiles = pl.cdiv(num_rows, block_rows)
-    num_blocks = max(1, inputs.page_table.shape[1] * inputs.page_size // BLOCK)
+    num_blocks = max(1, inputs.page_table.shape[1] * inputs.page_size // block_size(dim))
     is_enough = batch * kv_heads * num_tiles * block_rows >= MIN_ROWS * ENOUGH_PROGRAMS
     if is_enough and tree_mask is None:
         packed, counts = q.reshape(-1, heads, dim), jnp.full((batch,), rows, jnp.int32)
@@ -284,7 +291,7 @@ def invariant_prefill_attention(
     _check(q, inputs)
     rows, group = q.shape[0], q.shape[1] // inputs.pool.shape[3]
     if block_rows is None:
-        block_rows = 64 if rows * group <= 2048 else 128
+        block_rows = 64 if rows * group <= 2048 or q.shape[2] > 128 else 128
     work = tile_map(starts, counts, rows, block_rows // group)
     form = inputs.form(q, implementation)
     return triton_call(

@@ -71,11 +71,6 @@ def check_networks(networks: Networks, args: Any, shapes: Sequence[DraftShape]) 
         )
     if not request_layers(networks.target.caches):
         return
-    if args.enable_deterministic_inference:
-        raise ValueError(
-            f"enable_deterministic_inference=True does not support model={args.model!r}, which has "
-            "recurrent layers; leave it out"
-        )
     if (most := max(shape.nodes for shape in shapes)) > MAX_ROWS:
         raise ValueError(
             f"speculative_num_draft_tokens={most} must be at most {MAX_ROWS}, the rows that "

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
@@ -19,6 +19,7 @@ from specjax.engine.plan import OWNERS
 from specjax.engine.requests import DEFAULT_SEED
 from specjax.models import experts
 from specjax.models.experts import MixtureConfig
+from specjax.models.qwen35 import Qwen35Config
 from specjax.runtime.runner import ModelRunner
 from specjax.testing import Files
 from specjax.types import NO_DRAFTS, DraftShape
@@ -40,7 +41,7 @@ def test_a_cpu_is_refused(files: Files) -> None:
     ("changes", "reason"),
     [
         ({"dtype": "float32"}, "needs dtype='bfloat16'; the model has float32"),
-        ({"head_dim": 256}, "needs a head dim of 16 or 32 or 64 or 128, not 256"),
+        ({"head_dim": 96}, "needs a head dim of 16 or 32 or 64 or 128 or 256, not 96"),
         (
             {"head_dim": 16, "kv_cache_dtype": "fp8_e4m3"},
             "at least 32 with kv_cache_dtype='fp8_e4m3', not 16",
@@ -125,20 +126,25 @@ def test_no_product_of_the_target_is_left_to_xla(shape: DraftShape) -> None:
 
 
 @pytest.mark.slow
-def test_no_product_of_a_mixture_is_left_to_xla() -> None:
+@pytest.mark.parametrize("kind", ["mixture", "hybrid"])
+def test_no_product_of_these_models_is_left_to_xla(kind: str) -> None:
     config = runner_config(
         algorithm=algorithm_of(None),
         shapes=(NO_DRAFTS,),
         implementation="pallas",
         deterministic=True,
     )
-    model = replace(MIXTURE, shared_expert_intermediate_size=64, has_shared_expert_gate=True)
+    mixture = replace(MIXTURE, shared_expert_intermediate_size=64, has_shared_expert_gate=True)
+    model, kernel = {
+        "mixture": (mixture, "specjax_experts_in"),
+        "hybrid": (HYBRID, "specjax_delta_steps"),
+    }[kind]
     networks = config.algorithm.networks(model, implementation="pallas", deterministic=True)
     for key, function, arguments, _ in ModelRunner(networks, config)._functions().jobs():
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arguments)
         text = lower_for_cuda(function, *shapes)
         assert "stablehlo.dot_general" not in text, key
-        assert ("specjax_experts_in" in text) is (key != ("record_cached",)), key
+        assert (kernel in text) is (key != ("record_cached",)), key
 
 
 SIZES: dict[str, Any] = {
@@ -161,6 +167,20 @@ MIXTURE = MixtureConfig(
     moe_intermediate_size=96,
     **SIZES,
 )
+# values of its file that are not those of every family
+STATES: dict[str, Any] = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 64,
+}
+HYBRID = Qwen35Config(
+    model_type="qwen3_5_text",
+    rotary_dim=64,
+    linear_layers=(0, 1, 2),
+    **STATES,
+    **(SIZES | {"head_dim": 256, "num_heads": 4}),
+)
 
 
 @pytest.mark.gpu
@@ -168,13 +188,22 @@ class TestOnGpu:
     """A random model in bfloat16; every engine shares the weights of the first."""
 
     MODEL = ModelConfig(model_type="qwen3", **SIZES)
+    SETTINGS: ClassVar[dict[str, Any]] = {}  # further values of its file
+    DRAFT: ModelConfig | None = None  # None: the model itself
 
     @pytest.fixture(scope="class")
     @classmethod
     def plain(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-        folder: Path = write_model(tmp_path_factory.mktemp("target"), cls.MODEL)
+        folder = write_model(tmp_path_factory.mktemp("target"), cls.MODEL, **cls.SETTINGS)
         with Engine(folder, speculative_algorithm="NONE", **cls.options()) as engine:
             yield engine
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def draft(cls, plain: Engine, tmp_path_factory: pytest.TempPathFactory) -> Path:
+        if cls.DRAFT is None:
+            return Path(plain.target.path)
+        return write_model(tmp_path_factory.mktemp("draft"), cls.DRAFT)
 
     @staticmethod
     def options(**changes: Any) -> dict[str, Any]:
@@ -238,11 +267,11 @@ class TestOnGpu:
         ids=["plain", "preempted", "ngram chain", "ngram", "chain", "tree", "budget"],
     )
     def test_texts_equal_plain_decoding_alone(
-        self, plain: Engine, jobs: Any, expected: list[Any], options: dict[str, Any]
+        self, plain: Engine, draft: Path, jobs: Any, expected: list[Any], options: dict[str, Any]
     ) -> None:
-        model = plain.target.path
-        draft = {"draft": model} if options["speculative_algorithm"] == "STANDALONE" else {}
-        made = self.options(**options, **draft, share_weights_with=plain)
+        model, is_drafted = plain.target.path, options["speculative_algorithm"] == "STANDALONE"
+        drafter = {"draft": str(draft)} if is_drafted else {}
+        made = self.options(**options, **drafter, share_weights_with=plain)
         with Engine(model, **made) as engine:
             assert self.texts(engine, *jobs) == expected
             assert self.texts(engine, *jobs) == expected  # prompts are cached now
@@ -251,7 +280,7 @@ class TestOnGpu:
             assert snapshot.num_retracted > 0
         else:
             assert snapshot.cached_tokens > 0
-        if draft and "speculative_adaptive" not in options:
+        if is_drafted and self.DRAFT is None and "speculative_adaptive" not in options:
             assert snapshot.num_accepted_drafts > snapshot.num_verifies
 
     def test_prefill_scores_a_text_as_generation_does(
@@ -291,3 +320,15 @@ class TestMixtureOnGpu(TestOnGpu):
     """A random mixture, whose router weights differ enough between experts."""
 
     MODEL = MIXTURE
+
+
+@pytest.mark.gpu
+class TestHybridOnGpu(TestOnGpu):
+    """Recurrent layers, and attention at a head dim of 256; drafts are from another model."""
+
+    MODEL = HYBRID
+    SETTINGS: ClassVar[dict[str, Any]] = STATES | {
+        "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+        "partial_rotary_factor": 0.25,
+    }
+    DRAFT = TestOnGpu.MODEL

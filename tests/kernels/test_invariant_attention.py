@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from specjax.kernels.backend import WORD
-from specjax.kernels.invariant_attention import BLOCK
+from specjax.kernels.invariant_attention import block_size
 from specjax.kernels.kv_format import from_pool, to_pool
 from specjax.kernels.paged import PagedInputs
 from specjax.kernels.prefill_attention import prefill_attention
@@ -22,6 +22,7 @@ CASES = [
     (3, 5, 6, 2, 32, 64, 5),
     (2, 8, 9, 3, 64, 16, 20),
     (33, 2, 8, 4, 16, 16, 10),
+    (2, 3, 4, 2, 256, 16, 10),
 ]
 RUNS = ["invariant-interpret", pytest.param("invariant", marks=pytest.mark.gpu)]
 
@@ -34,6 +35,7 @@ RUNS = ["invariant-interpret", pytest.param("invariant", marks=pytest.mark.gpu)]
         (CASES[1], "float32", True),
         (CASES[2], "bfloat16", True),
         (CASES[3], "bfloat16", False),
+        (CASES[4], "bfloat16", True),
     ],
     ids=str,
 )
@@ -61,7 +63,7 @@ def test_pools_of_8_bit_floats(implementation):
     assert relative_error(out, expected) < BOUNDS["bfloat16"]
 
 
-HEADS = [(32, 8, 128), (9, 3, 64)]
+HEADS = [(32, 8, 128), (9, 3, 64), (16, 4, 256)]
 
 
 def sequence(heads, length, page_size, seed=0):
@@ -82,6 +84,7 @@ def slots_of(table, positions, page_size):
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 def test_bits_do_not_depend_on_batch_prompt_or_tree(heads):
     length, page_size, rng = 8192, 16, np.random.default_rng(1)
+    block = block_size(heads[2])
     q, kv, pool, table = sequence(heads, length, page_size)
     every = jnp.arange(length)
     pool = pool.at[0, slots_of(table[0], every, page_size)].set(kv)
@@ -112,8 +115,8 @@ def test_bits_do_not_depend_on_batch_prompt_or_tree(heads):
         (64, 1),
         (64, 4),
     ):
-        for residue in range(0, BLOCK, 1 if batch == 64 else 31):
-            lens = rng.integers(0, length // BLOCK - 1, batch) * BLOCK + residue
+        for residue in range(0, block, 1 if batch == 64 else 31):
+            lens = rng.integers(0, length // block - 1, batch) * block + residue
             lens[0] = residue
             places = lens[:, None] + np.arange(tokens)
             texts = PagedInputs(pool, 0, jnp.repeat(table[:1], batch, 0), page_size)
@@ -121,8 +124,8 @@ def test_bits_do_not_depend_on_batch_prompt_or_tree(heads):
             assert (np.asarray(out) == expected[places]).all(), (batch, tokens, residue)
     # a tree in which one path is the text, at every residue
     for batch, rows in ((1, 16), (8, 16), (32, 16), (2, 64)):
-        for residue in range(0, BLOCK, 1 if batch == 1 else 17):
-            lens = rng.integers(0, length // BLOCK - 2, batch) * BLOCK + residue
+        for residue in range(0, block, 1 if batch == 1 else 17):
+            lens = rng.integers(0, length // block - 2, batch) * block + residue
             mask, path = np.zeros((rows, rows), bool), [0]
             mask[0, 0] = True
             for node in range(1, rows):

@@ -124,20 +124,16 @@ def test_the_pool_counts_in_the_memory_plan() -> None:
     assert after.token_bytes == before.token_bytes
 
 
-def check(model: Any, draft: Any, shape: DraftShape = CHAIN, deterministic: bool = False) -> None:
-    args = SimpleNamespace(
-        model="model", draft="draft", enable_deterministic_inference=deterministic
-    )
+def check(model: Any, draft: Any, shape: DraftShape = CHAIN) -> None:
+    args = SimpleNamespace(model="model", draft="draft")
     check_networks(algorithm_of(draft).networks(model, draft), args, (shape,))
 
 
 def test_what_recurrent_layers_exclude() -> None:
     many = DraftShape.chain(16)
-    check(TARGET, TARGET, many, deterministic=True)
+    check(TARGET, TARGET, many)
     check(CONFIG, TARGET)
     with pytest.raises(ValueError, match="draft='draft' has recurrent layers"):
         check(TARGET, CONFIG)
     with pytest.raises(ValueError, match="speculative_num_draft_tokens=17 must be at most 16"):
         check(CONFIG, None, many)
-    with pytest.raises(ValueError, match="enable_deterministic_inference=True does not support"):
-        check(CONFIG, None, deterministic=True)
