@@ -84,7 +84,27 @@ def draw_rows(rows: list[dict[str, str]], colours: dict[str, str]) -> Any:
     return figure
 
 
-DRAWINGS = (draw_rounds, draw_acceptance, draw_load, draw_rows)
+def draw_break_even(rows: list[dict[str, str]], colours: dict[str, str]) -> Any:
+    """Draw a panel per model with the accept length from which drafts gain."""
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    figure, panels = plt.subplots(1, 2, figsize=(9.6, 2.8), layout="constrained", sharey=True)
+    for model, axes in zip(models, panels, strict=True):
+        mine = [row for row in rows if row["model"] == model]
+        batches = [int(row["batch"]) for row in mine]
+        for (name, style), colour in zip(list(LINES.items())[:3], colours.values(), strict=True):
+            lengths = [float(row[name]) / float(row["plain"]) for row in mine]
+            axes.plot(batches, lengths, style, color=colour, label=name, markersize=4)
+        axes.axhline(1.0, color="gray", linewidth=0.8, linestyle="--")
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(batches, batches)
+        axes.minorticks_off()
+        axes.set_title(model, fontsize=9)
+    panels[0].set_ylabel("accept length to gain", fontsize=8)
+    figure.supxlabel("requests per batch", fontsize=8)
+    return figure
+
+
+DRAWINGS = (draw_rounds, draw_acceptance, draw_load, draw_rows, draw_break_even)
 
 
 def main() -> None:
