@@ -48,6 +48,11 @@ def _place(width: int) -> tuple[Array, Any, Any, Array]:
     return inside, pl.ds(start, block), pl.program_id(1), pl.program_id(2)
 
 
+def _uses_xla(pool: Array, implementation: str) -> bool:
+    """Whether XLA runs instead of a kernel, which cannot address 2 to 4 GiB of bytes."""
+    return implementation == "xla" or (pool.size > 2**31 and pool.nbytes <= 2**32)
+
+
 def specjax_gather_rows(pool_ref: Any, index_ref: Any, out_ref: Any) -> None:
     """Kernel body: one program per (column block, row, layer)."""
     inside, columns, row, layer = _place(pool_ref.shape[2])
@@ -81,7 +86,7 @@ def gather_rows(pool: Array, index: Array, *, implementation: str | None = None)
     implementation = resolve(implementation)
     _check(pool, index)
     shape = (pool.shape[0], index.shape[0], *pool.shape[2:])
-    if implementation == "xla" or 0 in shape:
+    if _uses_xla(pool, implementation) or 0 in shape:
         return pool[:, index]
     width = math.prod(pool.shape[2:])
     flat = triton_call(
@@ -111,7 +116,7 @@ def scatter_rows(
     expected = (pool.shape[0], index.shape[0], *pool.shape[2:])
     if rows.shape != expected or rows.dtype != pool.dtype:
         raise ValueError(f"rows {rows.dtype}{rows.shape} must be {pool.dtype}{expected}")
-    if implementation == "xla" or 0 in rows.shape:
+    if _uses_xla(pool, implementation) or 0 in rows.shape:
         rows = finite_or_zero(rows)
         return pool.at[:, index].set(rows, mode="drop", unique_indices=True)
     width = math.prod(pool.shape[2:])
@@ -186,7 +191,7 @@ def move_kv(
     Writes in place if the caller donates ``pool``; otherwise XLA copies it first.
 
     Args:
-        pool: ``[L, slots, 2, KV, H]``, or of words.
+        pool: ``[L, slots, ...]``.
         source: i32 ``[B, A]``, slots to read; -1 skips the entry.
         destination: i32 ``[B, A]``, slots to write. Destinations of moved entries are distinct,
             and none is a source of another request.
@@ -196,12 +201,12 @@ def move_kv(
         outside ``0 .. slots - 1`` in either array write nothing.
     """
     implementation = resolve(implementation)
-    if pool.ndim != 5 or source.ndim != 2 or source.shape != destination.shape:
+    if pool.ndim < 3 or source.ndim != 2 or source.shape != destination.shape:
         raise ValueError(
-            f"pool {pool.shape} must be [L, slots, 2, KV, H], source {source.shape} and "
-            f"destination {destination.shape} both [B, A]"
+            f"pool {pool.shape} must be [L, slots, ...], source {source.shape} and destination "
+            f"{destination.shape} both [B, A]"
         )
-    if implementation == "xla" or 0 in (pool.size, source.size):
+    if _uses_xla(pool, implementation) or 0 in (pool.size, source.size):
         return _move_reference(pool, source, destination)
     layers, num_slots = pool.shape[:2]
     batch, num_rows = source.shape

@@ -163,6 +163,9 @@ class EngineArgs:
         enable_deterministic_inference: the tokens and log-probabilities of a request depend only on
             its own prompt, parameters and seed, in bfloat16 too: not on drafts, other requests, the
             prefix cache or chunks of the prompt. Needs a GPU. See docs/deterministic.md.
+        enable_return_routed_experts: requests to a mixture of experts may ask which experts each of
+            their tokens used (``return_routed_experts``); this takes memory of K bytes per token
+            and layer, with K experts per token. Default: such requests are refused.
         grammar_backend: ``"llguidance"`` lets requests limit their text by a JSON schema, a regular
             expression or a grammar; needs the extra ``specjax[grammar]``. More functions are then
             compiled. Default: such requests are refused.
@@ -237,6 +240,7 @@ class EngineArgs:
     load_format: str = "auto"
     rounds_per_dispatch: Positive = 1
     enable_deterministic_inference: bool = False
+    enable_return_routed_experts: bool = False
     grammar_backend: str | None = None
     constrained_json_disable_any_whitespace: bool = False
     reasoning_parser: str | None = None

@@ -243,6 +243,8 @@ class Engine:
         top_logprobs_num: int | Sequence[int] = 0,
         logprob_start_len: int | Sequence[int] = -1,
         return_hidden_states: bool | Sequence[bool] = False,
+        return_routed_experts: bool | Sequence[bool] = False,
+        routed_experts_start_len: int | Sequence[int] = 0,
         timeout: float | Sequence[float | None] | None = None,
         stream: bool = False,
     ) -> Any:
@@ -270,6 +272,11 @@ class Engine:
             return_hidden_states: report an array f32 ``[completion tokens, D]`` in
                 ``meta_info["hidden_states"]``. Row ``i`` is the target's state after the final
                 norm, from which completion token ``i`` was chosen.
+            return_routed_experts: report the experts that each token of prompt and completion but
+                the last used, i32 ``[tokens, layers, K]``, in ``meta_info["routed_experts"]`` at
+                the end. Layers without experts have zeros. A request that is aborted may have
+                fewer tokens. Needs the engine option ``enable_return_routed_experts``.
+            routed_experts_start_len: report them from this token on; at most the prompt's length.
             timeout: seconds until requests end with reason ``abort``. Default: ``request_timeout``.
             stream: yield cumulative results as they grow. A slow reader gets fewer of them.
 
@@ -296,6 +303,8 @@ class Engine:
             top_logprobs_num=top_logprobs_num,
             logprob_start_len=logprob_start_len,
             return_hidden_states=return_hidden_states,
+            return_routed_experts=return_routed_experts,
+            routed_experts_start_len=routed_experts_start_len,
             timeout=timeout,
         )
         return self._loop.stream(call, owner=self) if stream else self._loop.wait(call)

@@ -17,6 +17,7 @@ from specjax.models import experts, registry
 from specjax.models.declare import pool_windows, request_layers, request_shapes
 from specjax.models.flat import Networks
 from specjax.models.placement import Placement
+from specjax.models.routes import with_routes
 from specjax.runtime import runner_config as sizing
 
 logger = logging.getLogger(__name__)
@@ -202,6 +203,7 @@ def plan_engine(args: EngineArgs) -> EnginePlan:
         checkpoint.config.served(context_length, args.kv_cache_dtype)
         for checkpoint in (target, *drafts)
     ]
+    served[0] = with_routes(served[0], args)
     deterministic, device = args.enable_deterministic_inference, placement.device
     for refusals in OWNERS:
         for reason in refusals(served[0], device, deterministic=deterministic):

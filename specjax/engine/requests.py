@@ -11,6 +11,7 @@ import numpy as np
 
 from specjax.checks import CONTEXT_EXCEEDED, ParameterError, check_integer, is_integer, refused
 from specjax.engine.plan import EnginePlan
+from specjax.models.routes import Routes
 from specjax.sampling.grammar import Thinking
 from specjax.sampling.grammar_check import Grammars
 from specjax.sampling.grammar_process import GrammarProcesses
@@ -282,6 +283,9 @@ class RequestFactory:
             spec_width=self._plan.config.kv_writes.accept_width - 1,
             spec_simulated=self._plan.config.simulate_accept_length,
             is_deterministic=is_deterministic,
+            routes=Routes.wanted(
+                self._plan.networks.target_config, arguments.return_routed_experts
+            ),
         )
         self._scheduler.check(request)
         return request

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from specjax.kernels.kv_rows import move_kv
+from specjax.kernels.kv_rows import move_kv, scatter_rows
 from specjax.kernels.paged import PagedInputs, running_sums
 from specjax.kernels.prefill_attention import prefill_attention
 from specjax.kernels.rope_store import rope_store
@@ -30,6 +30,8 @@ class PageView:
     page_size: int = field(metadata={"static": True})
     # implementation of the kernels that attend and store
     implementation: str | None = field(default=None, metadata={"static": True})
+    # number of pools after those of the tables, which have the pages of the first
+    num_extra: int = field(default=0, metadata={"static": True})
 
     @property
     def page_table(self) -> Array:
@@ -38,7 +40,8 @@ class PageView:
     @property
     def pools(self) -> "tuple[PageView, ...]":
         """The pages in each pool alone."""
-        return tuple(replace(self, tables=(table,)) for table in self.tables)
+        tables = *self.tables, *self.tables[:1] * self.num_extra
+        return tuple(replace(self, tables=(table,), num_extra=0) for table in tables)
 
     def kv_indices(self, positions: Array) -> Array:
         """KV indices i32 ``[B, T]`` of positions ``[B, T]``; after the table, in page 0."""
@@ -69,7 +72,7 @@ class PageView:
         slots = seq_lens[:, None] + jnp.arange(first, first + rows, dtype=jnp.int32)
         form = {"tree_mask": tree_mask, "positions": positions}
         attention = self._over_pages(tree_attention, seq_lens=seq_lens, **form)
-        return PagedAttend(self.kv_indices(slots), attention, self.implementation)
+        return PagedAttend(self.kv_indices(slots), attention, self.implementation, self.page_size)
 
     def commit(self, pools: Pools, seq_lens: Array, path: Array, *, is_chain: bool) -> Pools:
         """Keep, of the rows after ``seq_lens``, those of an accepted path, as for :meth:`move`."""
@@ -115,13 +118,13 @@ class PageView:
                 spread = segments.scatter(q, tree_mask.shape[1])
                 return segments.gather(by_tree(spread, kv, layer, **options))
 
-            return PagedAttend(kv_indices, tree_rows, self.implementation)
+            return PagedAttend(kv_indices, tree_rows, self.implementation, self.page_size)
         attend = self._over_pages(prefill_attention, starts=starts, counts=counts)
 
         def attention(q: Array, kv: Array, layer: int, **options: Any) -> Array:
             return attend(q[0], kv, layer, **options)[None]
 
-        return PagedAttend(kv_indices, attention, self.implementation)
+        return PagedAttend(kv_indices, attention, self.implementation, self.page_size)
 
     def _over_pages(
         self, attention: Callable[..., Array], **segments: Array | None
@@ -140,6 +143,7 @@ class PagedAttend:
     kv_indices: Array  # i32 [B, T], where the new tokens are stored
     attention: Callable[..., Array]  # (q, kv, layer, **options)
     implementation: str | None  # implementation of the kernel that stores
+    page_size: int
 
     def __call__(
         self, kv: Array, layer: int, q: Array, k: Array, v: Array, rope: RopeTables, **options: Any
@@ -150,6 +154,14 @@ class PagedAttend:
     def store(self, kv: Array, layer: int, k: Array, v: Array, rope: RopeTables) -> Array:
         # the kernel also rotates queries, so pass the keys as queries and ignore the result
         return self._store(kv, layer, k, k, v, rope)[1]
+
+    def keep(self, pool: Array, values: Array) -> Array:
+        """Store ``values [B * T, ...]`` of the new tokens in an extra pool ``[1, N, ...]``."""
+        index = self.kv_indices.reshape(-1)
+        # of page 0, several tokens may have the same index
+        index = jnp.where(index < self.page_size, pool.shape[1], index)
+        rows = values.astype(pool.dtype)[None]
+        return scatter_rows(pool, index, rows, implementation=self.implementation)
 
     def _store(
         self, kv: Array, layer: int, q: Array, k: Array, v: Array, rope: RopeTables

@@ -118,6 +118,8 @@ class Cache(NamedTuple):
     per_token: jax.ShapeDtypeStruct | None  # of one token, for example [2, KV, H]
     window: int | None = None  # number of last tokens that a row reads; None: all
     per_request: tuple[jax.ShapeDtypeStruct, ...] = ()  # of a text of any length
+    # of the whole model, not of a layer: a pool after all others, with the pages of the first
+    is_extra: bool = False
 
 
 def pool_windows(caches: Sequence[Cache]) -> tuple[int, ...]:
@@ -126,18 +128,28 @@ def pool_windows(caches: Sequence[Cache]) -> tuple[int, ...]:
 
 
 def pool_layers(caches: Sequence[Cache], num_pools: int) -> tuple[list[int], ...]:
-    """The layers of each pool of tokens: of the first, those without a window, or if alone, all."""
-    layers = [i for i, cache in enumerate(caches) if cache.per_token is not None]
+    """The caches of each pool of tokens, of which ``num_pools`` have pages of their own.
+
+    The first has the layers without a window, or if alone, all. Each extra cache has a pool.
+    """
+    layers = [i for i, x in enumerate(caches) if x.per_token is not None and not x.is_extra]
+    extra = ([i] for i, cache in enumerate(caches) if cache.is_extra)
     if num_pools == 1:
-        return (layers,)
+        return (layers, *extra)
     windows = None, *pool_windows(caches)
-    return tuple([i for i in layers if caches[i].window == window] for window in windows)
+    return (*([i for i in layers if caches[i].window == window] for window in windows), *extra)
+
+
+def num_extra(caches: Sequence[Cache]) -> int:
+    """Number of pools that have the pages of the first."""
+    return sum(cache.is_extra for cache in caches)
 
 
 def pool_shapes(caches: Sequence[Cache], num_kv: Sequence[int]) -> tuple[Any, ...]:
     """Shapes ``[L, KV indices, *per_token]`` of pools with ``num_kv`` KV indices each.
 
-    A pool without layers is ``None``. Raises ValueError if its layers keep different shapes.
+    Extra pools follow, with as many as the first. A pool without layers is ``None``. Raises
+    ValueError if its layers keep different shapes.
     """
 
     def shape(layers: Sequence[int], count: int) -> jax.ShapeDtypeStruct | None:
@@ -153,7 +165,8 @@ def pool_shapes(caches: Sequence[Cache], num_kv: Sequence[int]) -> tuple[Any, ..
             )
         return jax.ShapeDtypeStruct((len(layers), count, *token.shape), token.dtype)
 
-    return tuple(map(shape, pool_layers(caches, len(num_kv)), num_kv))
+    counts = [*num_kv, *[num_kv[0]] * num_extra(caches)]
+    return tuple(map(shape, pool_layers(caches, len(num_kv)), counts))
 
 
 def request_layers(caches: Sequence[Cache]) -> list[int]:

@@ -14,10 +14,11 @@ from jax import Array
 
 from specjax.config import ModelConfig
 from specjax.kernels.backend import resolve
-from specjax.models.declare import Cache, Part, pool_layers, request_layers
+from specjax.models.declare import Cache, Part, num_extra, pool_layers, request_layers
 from specjax.models.layers import Attend, DecoderLayer, Embedding, Linear
 from specjax.models.registry import layer_kinds
 from specjax.models.rope import rope_tables
+from specjax.models.routes import route_caches
 from specjax.models.weights import Kernel, dot, take_outputs
 from specjax.types import TokenInputs
 
@@ -68,7 +69,7 @@ class CausalLM(nnx.Module):
         ropes = dict.fromkeys(layer.kind.rope for layer in self.layers)
         tables = {rope: rope_tables(rope, positions) for rope in ropes}
 
-        attends = attend if isinstance(attend, tuple) else (attend,)
+        attends: tuple[Any, ...] = attend if isinstance(attend, tuple) else (attend,)
         pools = [*kv] if attends is attend else [kv]
 
         def run(pool: int, structure: Any, weights: Any, *inputs: Any) -> Any:
@@ -81,16 +82,21 @@ class CausalLM(nnx.Module):
             # layers, this saves a third of the tracing time and gives the same program
             run = jax.jit(run, static_argnums=(0, 1), inline=True)
         recurrent = [layers] if (layers := request_layers(self.caches)) else []
-        of_pools = [*pool_layers(self.caches, len(pools) - len(recurrent)), *recurrent]
+        num_pools = len(pools) - len(recurrent) - num_extra(self.caches)
+        of_pools = [*pool_layers(self.caches, num_pools), *recurrent]
         places = {i: (n, index) for n, x in enumerate(of_pools) for index, i in enumerate(x)}
-        outputs = {}
+        outputs, experts = {}, list[Array]()
         for i, layer in enumerate(self.layers):
             pool, index = places[i]
             inputs = x, delta, tables[layer.kind.rope], pools[pool], index
             results, chosen = run(pool, *nnx.split(layer), *inputs)
             outputs[i - 1], x, delta, pools[pool] = results
-            if routes is not None:
-                routes += chosen
+            experts += chosen
+        if routes is not None:
+            routes += experts
+        if (place := places.get(len(self.layers))) is not None:  # of the routes
+            pool, _ = place
+            pools[pool] = attends[pool].keep(pools[pool], jnp.stack(experts, axis=1))
         outputs[len(self.layers) - 1], hidden = self.norm.add(x, delta)
         features = [outputs[i] for i in feature_layers]
         updated = tuple(pools) if attends is attend else pools[0]
@@ -98,8 +104,8 @@ class CausalLM(nnx.Module):
 
     @property
     def caches(self) -> tuple[Cache, ...]:
-        """The cache of each layer."""
-        return tuple(layer.attention.cache for layer in self.layers)
+        """The cache of each layer, then that of the routes, if they are kept."""
+        return (*(layer.attention.cache for layer in self.layers), *route_caches(self.config))
 
     def logits(self, hidden: Array) -> Array:
         """Float32 logits ``[..., V]`` of final hidden states ``[..., D]``."""

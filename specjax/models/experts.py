@@ -47,6 +47,7 @@ class MixtureConfig(ModelConfig):
     has_shared_expert_gate: bool = False
     dense_layers: tuple[int, ...] = ()  # layers with a plain feed-forward
     num_nextn_predict_layers: int = 0  # modules for multi-token prediction
+    enable_return_routed_experts: bool = False  # keep them for each token, see models/routes.py
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -10,7 +10,9 @@ import jax
 from specjax.compiling.pool import CompilerOptions
 from specjax.config import Quantization
 from specjax.kernels.dot import MAX_SPLIT_ROWS
+from specjax.models.declare import num_extra
 from specjax.models.flat import Networks, Weights
+from specjax.models.routes import ROUTES_PER_CALL, take_routes
 from specjax.models.weights import MAX_FUSED_ROWS
 from specjax.runtime.runner_config import RunnerConfig
 from specjax.sampling.accept_draws import COUPLED
@@ -148,6 +150,9 @@ class RoundFunctions:
         ints = self._networks.placement.ints
         arguments = (self._common[2].future, ints(), ints(config.context))
         yield ("record_cached",), record, arguments, None
+        if num_extra(self._networks.target.caches):
+            inputs = self._common[2].pools.target[-1], ints(ROUTES_PER_CALL)
+            yield ("take_routes",), jax.jit(partial(take_routes)), inputs, None
         yield from (job for rows, job in rounds if job is not deepest[rows])
         yield from (self._prefill("prefill_logprobs", width) for width in config.logprob_buckets)
         if config.has_grammars:

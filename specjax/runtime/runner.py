@@ -13,8 +13,9 @@ from specjax.compiling.cache import CompileCache
 from specjax.compiling.pool import CompilePool
 from specjax.kv.pages import PageView
 from specjax.kv.recurrent import abstract_pool
-from specjax.models.declare import pool_shapes
+from specjax.models.declare import num_extra, pool_shapes
 from specjax.models.flat import Networks, Weights
+from specjax.models.routes import ROUTES_PER_CALL
 from specjax.runtime.functions import Job, RoundFunctions
 from specjax.runtime.runner_config import RunnerConfig, pick_bucket
 from specjax.sampling.logit_processor import abstract_states, mask_words, needs_history
@@ -66,7 +67,8 @@ class Dispatched:
 def _pages_of(runner: "ModelRunner") -> PageView:
     config, tables = runner.config, runner.tables
     pages: Any = tuple(tables.page_tables.copy())
-    return PageView(pages, config.page_size, config.implementation)
+    extra = num_extra(runner.networks.target.caches)
+    return PageView(pages, config.page_size, config.implementation, extra)
 
 
 # How to read each of the SlotInputs on the host, to upload it before a dispatch of a slot in
@@ -302,6 +304,21 @@ class ModelRunner:
         inputs = self._inputs([chunk.slot for chunk in chunks])
         self.on_device, out = prefill(*inputs, packed)
         return self._dispatched(out, [chunk.slot for chunk in chunks if chunk.following is None])
+
+    def take_routes(
+        self, pages: Sequence[int], start: int, end: int
+    ) -> list[tuple[jax.Array, int]]:
+        """Dispatch reads of the routes of tokens on these pages, as in ``Routes.pieces``."""
+        table, size, pieces = np.array(pages, np.int32), self.config.page_size, []
+        for begin in range(start, end, ROUTES_PER_CALL):
+            places = np.arange(begin, min(begin + ROUTES_PER_CALL, end))
+            index = np.zeros(ROUTES_PER_CALL, np.int32)
+            index[: len(places)] = table[places // size] * size + places % size
+            pool, index_there = self.on_device.pools.target[-1], self.networks.placement.put(index)
+            piece = self.compiled["take_routes",](pool, index_there)
+            piece.copy_to_host_async()
+            pieces.append((piece, len(places)))
+        return pieces
 
     def watch_rounds(self, watch: Watch | None) -> None:
         """Call ``watch`` as :meth:`specjax.Engine.watch_rounds` describes; ``None`` stops."""

@@ -13,6 +13,7 @@ import numpy as np
 
 from specjax.checks import check_integer, check_number, refused
 from specjax.kv.holding import PageHolding
+from specjax.models.routes import Routes
 from specjax.sampling.grammar_request import RequestGrammar
 from specjax.sampling.params import SamplingParams
 from specjax.text.completion import CompletionText
@@ -125,10 +126,12 @@ class GenerateRequest:
     top_logprobs_num: int = 0
     logprob_start_len: int = -1
     return_hidden_states: bool = False
+    return_routed_experts: bool = False
+    routed_experts_start_len: int = 0
     timeout: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("return_logprob", "return_hidden_states"):
+        for name in ("return_logprob", "return_hidden_states", "return_routed_experts"):
             if not isinstance(value := getattr(self, name), bool):
                 raise refused(name, value, "must be a bool")
         check_integer("top_logprobs_num", self.top_logprobs_num, 0)
@@ -136,6 +139,11 @@ class GenerateRequest:
         for name, default in (("top_logprobs_num", 0), ("logprob_start_len", -1)):
             if (value := getattr(self, name)) != default and not self.return_logprob:
                 raise refused(name, value, "needs return_logprob=True")
+        start = check_integer(
+            "routed_experts_start_len", self.routed_experts_start_len, 0, len(self.input_ids)
+        )
+        if start and not self.return_routed_experts:
+            raise refused("routed_experts_start_len", start, "needs return_routed_experts=True")
         if self.timeout is not None:
             check_number("timeout", self.timeout, above=0)
 
@@ -157,6 +165,7 @@ class Request:
     spec_width: InitVar[int]  # maximum accepted drafts per round; 0 for plain decoding
     spec_simulated: InitVar[float | None] = None  # as SpecCounts.simulate_accept_length
     constraint: RequestGrammar | None = None  # the grammar of the completion
+    routes: Routes | None = None  # set if they are reported; filled when the request ends
     is_deterministic: bool = False  # whether the result does not depend on other requests' rows
     clock: Callable[[], float] = time.perf_counter  # the scheduler's clock, in seconds
 
@@ -403,6 +412,8 @@ class Request:
                 meta["input_top_logprobs"] = [None, *self.input_top_logprobs]
         if self.arguments.return_hidden_states:
             meta["hidden_states"] = np.concatenate(self.output_hidden_states or [np.empty((0, 0))])
+        if self.routes is not None and self.is_finished:
+            meta["routed_experts"] = self.routes.array()
         return {"text": self.text, "output_ids": list(self.output_ids), "meta_info": meta}
 
     def streamed_text(self) -> str:

@@ -530,6 +530,12 @@ class Scheduler:
             row.request.constraint.close()  # it may have tokens that the request does not have
         # partial remote KV is not cached, because the rest may come from other weights
         is_kept = is_cached and not row.is_remote
+        request = row.request
+        if is_kept and request.is_finished and request.routes is not None:
+            # before its pages are freed; tokens of an aborted prompt may be missing
+            begin, end = request.arguments.routed_experts_start_len, len(request.known_ids) - 1
+            pieces = self._runner.take_routes(row.pages, begin, min(end, row.kv_len))
+            request.routes.pieces = pieces
         self._budget.release(row, row.request.known_ids if is_kept else None)
         self._free_slots.append(row.slot)
         self._runner.clear_slot(row.slot)

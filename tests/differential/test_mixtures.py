@@ -2,21 +2,17 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from specjax.testing import Files, check_tokens, letter_tokenizer
-from specjax.testing.files import CONFIG, write_folder
-from specjax.testing.models import PERTURBATION
+from specjax.testing import Files, check_tokens
 
-from ..support.model_files import read_folder
+from ..support.mixture_files import write_glm, write_mixture
 from .rows import BATCHES, SEEN, Row, drafting, serving
 from .trial import Reference, Trial
 
-NUM_EXPERTS, INNER = 6, 48
 ROWS: list[Row] = [
     ("EAGLE3", "tree", "ahead", 4, "here", "fixed", 1),
     ("NGRAM", "tree", "in turn", 16, "split", "adaptive", 3),
@@ -25,59 +21,6 @@ ROWS: list[Row] = [
     ("DFLASH", "chain", "in turn", 4, "here", "fixed", 1),
     ("EAGLE", "cut chain", "ahead", 1, "split", "adaptive", 3),
 ]
-
-
-def write_mixture(path: Path, target: Path) -> Path:
-    """Write the copying target with experts, of which the router chooses others for each token."""
-    config, tensors = read_folder(target)
-    config |= {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"]}
-    config |= {"num_experts": NUM_EXPERTS, "num_experts_per_tok": 2, "norm_topk_prob": True}
-    config |= {"moe_intermediate_size": INNER, "mlp_only_layers": []}
-    tensors = {name: x for name, x in tensors.items() if ".mlp." not in name}
-    rng, size = np.random.default_rng(3), CONFIG.hidden_size
-
-    def random(*shape: int, scale: float = 1.0) -> np.ndarray:
-        return (scale * rng.normal(size=shape) * shape[-1] ** -0.5).astype(np.float32)
-
-    for i in range(CONFIG.num_layers):
-        layer = f"model.layers.{i}."
-        for name in ("q_norm", "k_norm"):
-            tensors[f"{layer}self_attn.{name}.weight"] = np.ones(CONFIG.head_dim, np.float32)
-        tensors[f"{layer}mlp.gate.weight"] = random(NUM_EXPERTS, size, scale=3.0)
-        for j in range(NUM_EXPERTS):
-            expert = f"{layer}mlp.experts.{j}."
-            down = random(size, INNER, scale=2 * PERTURBATION)
-            tensors |= {f"{expert}{x}_proj.weight": random(INNER, size) for x in ("gate", "up")}
-            tensors[f"{expert}down_proj.weight"] = down
-    return write_folder(path, config, tensors, letter_tokenizer())
-
-
-def write_glm(path: Path, mixture: Path) -> Path:
-    """Write a mixture as a GLM-4.5 with a module, which applies layer 0 to the last token."""
-    config, tensors = read_folder(mixture)
-    del config["num_experts"], config["mlp_only_layers"]
-    config |= {"model_type": "glm4_moe", "architectures": ["Glm4MoeForCausalLM"]}
-    config |= {"n_routed_experts": NUM_EXPERTS, "n_shared_experts": 1, "use_qk_norm": True}
-    config |= {"first_k_dense_replace": 0, "partial_rotary_factor": 1.0}
-    config |= {"num_nextn_predict_layers": 1}
-    rng, size, count = np.random.default_rng(4), CONFIG.hidden_size, CONFIG.num_layers
-    for i in range(count):
-        mlp = f"model.layers.{i}.mlp."
-        bias = 0.3 * rng.normal(size=NUM_EXPERTS)
-        tensors[f"{mlp}gate.e_score_correction_bias"] = bias.astype(np.float32)
-        for name in ("gate_proj", "up_proj", "down_proj"):
-            expert = tensors[f"{mlp}experts.0.{name}.weight"]
-            tensors[f"{mlp}shared_experts.{name}.weight"] = rng.permuted(expert)
-    first, module = "model.layers.0.", f"model.layers.{count}."
-    copied = {name: x for name, x in tensors.items() if name.startswith(first)}
-    tensors |= {name.replace(first, module): x for name, x in copied.items()}
-    ones = np.ones(size, np.float32)
-    tensors |= {f"{module}{name}.weight": ones for name in ("enorm", "hnorm")}
-    tensors[f"{module}eh_proj.weight"] = np.eye(size, 2 * size, dtype=np.float32)
-    tensors[f"{module}shared_head.norm.weight"] = tensors["model.norm.weight"]
-    tensors[f"{module}shared_head.head.weight"] = tensors["lm_head.weight"]
-    tensors[f"{module}embed_tokens.weight"] = tensors["model.embed_tokens.weight"]
-    return write_folder(path, config, tensors, letter_tokenizer())
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,8 @@
 """KV rows of single tokens read from, written to and moved inside a pool, against Python loops."""
 
+from functools import partial
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -7,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from specjax.kernels.kv_rows import gather_rows, move_kv, scatter_rows
 
+from ..support.lowering import TRITON_CALL, lower_for_cuda
 from .runs import RUNS, run_jitted
 
 # layers, KV indices, rows to move, shape of a row, dtype
@@ -17,6 +21,7 @@ CASES = [
     (2, 30, 11, (2, 8, 160), "bfloat16"),  # several column blocks
     (2, 20, 6, (3,), "int32"),
     (2, 40, 16, (2, 2, 16), "int8"),
+    (1, 40, 16, (3, 2), "uint8"),
     (2, 20, 6, (), "float32"),
 ]
 
@@ -146,6 +151,34 @@ def check_move(pool: np.ndarray, source: np.ndarray, destination: np.ndarray, ru
 def test_accepted_paths(batch: int, width: int, pool: tuple, run: dict) -> None:
     rng = np.random.default_rng(width)
     check_move(random_pool(rng, *pool), *random_moves(rng, pool[1], batch, width), run)
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("dtype", ["uint8", "int16"])
+def test_rows_of_any_shape_move(dtype: str, run: dict) -> None:
+    rng = np.random.default_rng(3)
+    pool = rng.integers(127, size=(1, 41, 3, 2)).astype(dtype)
+    check_move(pool, *random_moves(rng, 41, 4, 4), run)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "num_bytes", "is_kernel"),
+    [
+        ("uint8", 2**31, True),
+        ("uint8", 2**31 + 384, False),
+        ("uint8", 2**32 - 384, False),
+        ("uint8", 2**32 + 384, True),
+        ("int16", 2**32, True),
+    ],
+)
+def test_small_integers_lower_for_cuda(dtype: str, num_bytes: int, is_kernel: bool) -> None:
+    """Offsets in kernels have 32 bits up to 4 GiB."""
+    num_slots = num_bytes // 384 // jnp.dtype(dtype).itemsize
+    pool, rows = (jax.ShapeDtypeStruct((1, n, 48, 8), dtype) for n in (num_slots, 32))
+    index, path = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((32,), (4, 8)))
+    for function, inputs in ((scatter_rows, (index, rows)), (move_kv, (path, path))):
+        text = lower_for_cuda(partial(function, implementation="pallas"), pool, *inputs)
+        assert text.count(TRITON_CALL) == is_kernel
 
 
 @pytest.mark.slow

@@ -161,6 +161,30 @@ def test_an_accepted_path_is_kept_in_each_pool() -> None:
     assert view.commit(pools, lens, path, is_chain=True) is pools
 
 
+def test_an_extra_pool_has_the_pages_of_the_first() -> None:
+    """Values go where keys go, padding nowhere, and a path is kept."""
+    tables, path = ([3, 1], [2, 4], [0, 0]), jnp.array([[0, 2, 3], [0, 1, -1], [0, 2, -1]])
+    view = replace(view_of(*tables), num_extra=1)
+    lens = jnp.array([2, 4, 0], jnp.int32)
+    pool = np.full((1, 24, 2, 3), 99, np.uint8)
+    values = np.random.default_rng(0).integers(90, size=(12, 2, 3)).astype(np.int32)
+    own, extra = view.pools
+    assert own == extra == replace(view, num_extra=0)
+    kept = np.array(jax.jit(extra.attend(lens, 4).keep)(pool, values))
+    expected = pool.copy()
+    expected[0, [14, 15, 4, 5]], expected[0, [16, 17, 18, 19]] = values[:4], values[4:8]
+    np.testing.assert_array_equal(kept, expected)
+    committed = view.commit((None, jnp.asarray(kept)), lens, path, is_chain=False)
+    expected[0, [15, 4]] = values[[2, 3]]
+    assert committed[0] is None
+    np.testing.assert_array_equal(committed[1][:, 4:], expected[:, 4:])
+    segments = Segments.of(jnp.array([2, 0, 1]), jnp.array([3, 1, 0]), 6)
+    packed = np.array(extra.attend_packed(segments).keep(jnp.asarray(pool), values[:6]))
+    expected = pool.copy()
+    expected[0, [14, 15, 4, 8]] = values[:4]
+    np.testing.assert_array_equal(packed, expected)
+
+
 @pytest.mark.slow
 def test_packed_segments_are_stored_and_padding_is_not() -> None:
     view = view_of([3, 1, 5], [0, 0, 0], [2, 4, 0])
