@@ -2,11 +2,14 @@
 
 import time
 from abc import ABC, abstractmethod
+from base64 import b64encode
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from json.encoder import encode_basestring_ascii as quote
 from typing import Any, ClassVar
+
+import numpy as np
 
 import specjax
 from specjax.sampling.params import SamplingParams
@@ -25,7 +28,7 @@ _DONE = b"data: [DONE]\n\n"
 # ``meta_info`` fields to omit: the response has them elsewhere, or they are as long as the text.
 _LONG = frozenset(
     "id finish_reason output_token_logprobs output_top_logprobs input_token_logprobs "
-    "input_top_logprobs output_is_draft".split()
+    "input_top_logprobs output_is_draft routed_experts".split()
 )
 
 
@@ -123,7 +126,8 @@ class ChoicesAnswer(Answer):
             choices.append(choice | self._end(i, result["meta_info"]))
         head = self._head(self.kind) | self._prompt_ids(0, is_top=True)
         metas = [result["meta_info"] for result in results]
-        return dump(head | {"choices": choices} | self._usage(metas)).encode()
+        usage = self._usage(metas)
+        return dump(head | {"choices": choices} | usage | reported_experts(metas)).encode()
 
     def chunk(self, result: Result) -> bytes:
         index = result.get("index", 0)
@@ -160,7 +164,7 @@ class ChoicesAnswer(Answer):
         if is_final:
             sent.last = meta
         end = self._end(index, meta) if is_final else {"finish_reason": None}
-        return (events + self._event([choice | end])).encode()
+        return (events + self._event([choice | end], **reported_experts([meta]))).encode()
 
     def closing(self) -> bytes:
         """Return the usage, if it was requested, and the mark of the end."""
@@ -264,6 +268,17 @@ def speculative_metrics(metas: Sequence[Result]) -> Result | None:
             "num_spec_tokens": len(histogram) - 1,
         }
     }
+
+
+def reported_experts(metas: Sequence[Result]) -> Result:
+    """The field ``sglext`` of SGLang, if experts are reported: a text, or a list for choices."""
+    texts = [encoded(meta["routed_experts"]) for meta in metas if "routed_experts" in meta]
+    return {"sglext": {"routed_experts": texts if texts[1:] else texts[0]}} if texts else {}
+
+
+def encoded(experts: np.ndarray) -> str:
+    """Base64 of i32 values, little endian and in C order."""
+    return b64encode(experts.astype("<i4").tobytes()).decode()
 
 
 def token_logprobs(texts: TokenTexts, chosen: Sequence[TokenLogprob], tops: Tops) -> list[Result]:

@@ -18,7 +18,7 @@ from specjax.server.answers import (
 )
 from specjax.server.conversation import Conversation, effort_variables, make_message
 from specjax.server.fields import ApiError, Body, client_names
-from specjax.server.parameters import take_output
+from specjax.server.parameters import take_output, take_routes
 from specjax.server.service import Service
 from specjax.text.parts import TextParts
 from specjax.text.tool_formats import ToolCall
@@ -44,7 +44,7 @@ def read_chat(service: Service, body: Body) -> tuple[Call, ChoicesAnswer]:
         raise ApiError(400, f"{values} differ; set one", param="max_completion_tokens")
     body.put("max_tokens", older)
     request_id = f"chatcmpl-{new_id()}"
-    options = {"is_stream": is_stream, "is_separate": is_separate}
+    options = {"is_stream": is_stream, "is_separate": is_separate, **take_routes(body)}
     with client_names("messages", body.sources, top_logprobs_num="top_logprobs"):
         call, new_parts = conversation.make_call(
             body, request_id, num_top=num_top if wants_logprobs else None, **options

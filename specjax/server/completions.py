@@ -9,7 +9,7 @@ from specjax.scheduling.loop import Call
 from specjax.scheduling.request import TokenLogprob, new_id
 from specjax.server.answers import LEAST, MAX_LOGPROBS, ChoicesAnswer, Cursor, Result, Tops, finite
 from specjax.server.fields import INPUTS, ApiError, Body, client_names, finish_fields
-from specjax.server.parameters import take_output, take_params
+from specjax.server.parameters import take_output, take_params, take_routes
 from specjax.server.service import Service
 
 DEFAULT_TOKENS = 16
@@ -30,6 +30,7 @@ def _completion(service: Service, body: Body) -> tuple[Call, ChoicesAnswer]:
     echo, logprobs = body.flag("echo"), body.integer("logprobs", at_least=0, at_most=MAX_LOGPROBS)
     is_stream, flags = take_output(body)
     params = take_params(body, service.default_max_tokens or DEFAULT_TOKENS)
+    options = take_routes(body)
     finish_fields(body, service.ignored_fields)
     service.check_count(len(prompts) * params.n)
     request_id = f"cmpl-{new_id()}"
@@ -41,6 +42,7 @@ def _completion(service: Service, body: Body) -> tuple[Call, ChoicesAnswer]:
         return_logprob=logprobs is not None,
         top_logprobs_num=logprobs or 0,
         logprob_start_len=0 if echo and logprobs is not None else -1,
+        **options,
         **{"prompt" if is_text else "input_ids": prompts if is_batch else prompts[0]},
     )
     prompt_ids = [request.input_ids for request in call.requests[:: params.n]]

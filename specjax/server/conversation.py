@@ -93,12 +93,13 @@ class Conversation:
         is_stream: bool,
         is_separate: bool,
         num_top: int | None = None,
+        **options: Any,
     ) -> tuple[Call, Callable[[], TextParts]]:
         """Take the parameters from the fields that are left, and make the engine's call.
 
         ``is_separate``: the reasoning is not in the content. ``num_top`` is the number of top
-        log-probabilities; with ``None`` there are none at all. Also returns a function that makes
-        the reader of one choice's text.
+        log-probabilities; with ``None`` there are none at all. ``options`` are others of the
+        engine. Also returns a function that makes the reader of one choice's text.
         """
         service, engine, tools = self._service, self._service.engine, self.tools
         length, tags, wants_logprobs = engine.context_length, engine.reasoning, num_top is not None
@@ -126,6 +127,7 @@ class Conversation:
             input_ids=ids,
             return_logprob=wants_logprobs,
             top_logprobs_num=num_top or 0,
+            **options,
         )
         if tags is None:
             return call, partial(TextParts, tools=tools)

@@ -126,7 +126,7 @@ SAMPLING = frozenset((*NAMES, *NAMES.values(), "response_format", "structured_ou
 ELSEWHERE = SAMPLING | frozenset(
     "prompt messages text input_ids sampling_params echo logprobs top_logprobs return_logprob "
     "top_logprobs_num logprob_start_len max_completion_tokens enable_thinking "
-    "reasoning_effort chat_template_kwargs".split()
+    "reasoning_effort chat_template_kwargs return_routed_experts routed_experts_start_len".split()
 )
 
 

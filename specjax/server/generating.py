@@ -24,7 +24,7 @@ T = TypeVar("T")
 # Longer requests are read and tokenised in another thread. For short ones the thread switch costs
 # more than the work: 10 ms or more with 64 clients, because threads wait for the interpreter.
 INLINE_BYTES = 4096
-# The log-probabilities of more tokens than this are formatted in another thread.
+# The log-probabilities or experts of more tokens than this are formatted in another thread.
 INLINE_LOGPROBS = 256
 ENTRY_BYTES = 130  # memory of each log-probability while the request is in progress
 
@@ -118,7 +118,8 @@ async def _answer_body(service: Service, call: Call, answer: Answer) -> bytes:
     results = results if call.is_batch else [results]
     counts = (result["meta_info"] for result in results)
     size = sum(meta["prompt_tokens"] + meta["completion_tokens"] for meta in counts)
-    if answer.wants_logprobs and size > INLINE_LOGPROBS:
+    is_long = answer.wants_logprobs or "routed_experts" in results[0]["meta_info"]
+    if is_long and size > INLINE_LOGPROBS:
         return await asyncio.to_thread(answer.body, results)
     return answer.body(results)
 

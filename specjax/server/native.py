@@ -6,7 +6,7 @@ from typing import Any
 
 from specjax.sampling.params import SamplingParams
 from specjax.scheduling.loop import Call
-from specjax.server.answers import Answer, finite
+from specjax.server.answers import Answer, encoded, finite
 from specjax.server.exchange import Exchange, dump
 from specjax.server.fields import REFUSED, ApiError, Body, client_names, finish_fields, is_neutral
 from specjax.server.service import Service
@@ -33,8 +33,11 @@ def read_generate(service: Service, body: Body) -> "tuple[Call, NativeAnswer]":
     count = len(inputs) if is_batch else 1
     sampling = body.take("sampling_params")
     is_stream, is_incremental = body.flag("stream"), body.flag("incremental")
-    names = ("rid", "return_logprob", "top_logprobs_num", "logprob_start_len")
-    options = {name: body.take(name) for name in names if name in body}
+    names = (
+        "rid return_logprob top_logprobs_num logprob_start_len return_routed_experts "
+        "routed_experts_start_len"
+    )
+    options = {name: body.take(name) for name in names.split() if name in body}
     has_texts = body.flag("return_text_in_logprobs")
     finish_fields(body, service.ignored_fields)
     service.check_count(count)
@@ -96,9 +99,11 @@ class NativeAnswer(Answer):
         return result | {"text": text[chars:], "output_ids": ids[tokens:], "meta_info": meta}
 
     def _plain(self, result: dict[str, Any]) -> dict[str, Any]:
-        if not self.wants_logprobs:
-            return result
         meta = dict(result["meta_info"])
+        if (experts := meta.get("routed_experts")) is not None:
+            meta["routed_experts"] = encoded(experts)
+        if not self.wants_logprobs:
+            return result | {"meta_info": meta}
         for name in _LOGPROBS & meta.keys():
             meta[name] = self._triples(meta[name])
         for name in _TOPS & meta.keys():

@@ -28,6 +28,13 @@ def take_output(body: Body) -> tuple[bool, dict[str, bool]]:
     return is_stream, flags | {"return_ids": body.flag("return_token_ids")}
 
 
+def take_routes(body: Body) -> dict[str, Any]:
+    """Take the options of the engine that report the experts of tokens."""
+    start = body.integer("routed_experts_start_len", 0, at_least=0, at_most=2**31 - 1)
+    wants = body.flag("return_routed_experts")
+    return {"return_routed_experts": wants, "routed_experts_start_len": start}
+
+
 def take_params(
     body: Body, max_tokens: int, of_tools: Mapping[str, Any] | None = None
 ) -> SamplingParams:

@@ -195,7 +195,7 @@ def test_nothing_is_compiled_after_the_start(mixture: Files) -> None:
         assert not events
 
 
-def test_the_plan_counts_the_pool(mixture: Files) -> None:
+def test_the_plan_counts_the_pool(mixture: Files, files: Files) -> None:
     """A byte per expert of a token and layer; without the option, nothing is kept."""
     options: Options = {"page_size": 4, "max_running_requests": 2, "speculative_algorithm": "NGRAM"}
     args = EngineArgs(model=mixture.target, **options, **ROUTES)
@@ -208,3 +208,5 @@ def test_the_plan_counts_the_pool(mixture: Files) -> None:
     assert pools[0][1].shape == (1, kept.config.num_kv[0], CONFIG.num_layers, 2)
     jobs = [{job[0] for job in runner._functions().jobs()} for runner in runners]
     assert jobs[0] - jobs[1] == {("take_routes",)}
+    with pytest.raises(ValueError, match="enable_return_routed_experts=True needs a mixture"):
+        plan_engine(replace(args, model=files.target))

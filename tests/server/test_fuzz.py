@@ -40,7 +40,8 @@ FIELDS = (
     "user tools response_format chat_template_kwargs return_text_in_logprobs add_special_tokens "
     "add_generation_prompt model_path draft_path abort_all return_token_strs skip_special_tokens "
     "input questions safety_identifier return_token_ids system instructions include reasoning "
-    "thinking tool_choice text output_config stop_sequences max_output_tokens metadata"
+    "thinking tool_choice text output_config stop_sequences max_output_tokens metadata "
+    "return_routed_experts routed_experts_start_len"
 ).split()
 SCALARS = st.one_of(
     st.none(),
