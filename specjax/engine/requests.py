@@ -12,7 +12,7 @@ import numpy as np
 from specjax.checks import CONTEXT_EXCEEDED, ParameterError, check_integer, is_integer, refused
 from specjax.engine.plan import EnginePlan
 from specjax.models.routes import Routes
-from specjax.sampling.grammar import Thinking
+from specjax.sampling.boundary import Boundary
 from specjax.sampling.grammar_check import Grammars
 from specjax.sampling.grammar_process import GrammarProcesses
 from specjax.sampling.grammar_request import Grammar
@@ -20,7 +20,7 @@ from specjax.sampling.params import GRAMMARS, LISTS, SamplingParams
 from specjax.scheduling.loop import Call
 from specjax.scheduling.request import GenerateRequest, Request, new_id
 from specjax.scheduling.scheduler import Scheduler
-from specjax.text.reasoning import END, START, ReasoningTags
+from specjax.text.reasoning import ReasoningTags
 from specjax.text.tokenizer import IncrementalDecoder, Tokenizer
 
 Messages = Sequence[Mapping[str, Any]]
@@ -308,21 +308,16 @@ class RequestFactory:
         if not self._plan.config.acceptance.is_coupled or simulates:
             demand = "needs an engine that accepts exactly the drafts that the target draws"
             raise refused(name, value, demand)
-        thinking, tags = None, self.reasoning
-        if tags is None and budget is not None:
+        boundary, (kind, text) = None, params.grammar or (None, "")
+        if self.reasoning is not None:
+            fields = self.reasoning.boundary(prompt, text, budget, is_list=kind in LISTS)
+            boundary = None if fields is None else Boundary(**fields)
+        elif budget is not None:
             demand = "needs the engine option reasoning_parser"
             raise refused("thinking_token_budget", budget, demand)
-        last = END if tags is None else tags.last(prompt)
-        # a model begins to reason only with the first tag as a token
-        if tags is not None and (last == START or (last is None and tags.start is not None)):
-            start = None if last == START else tags.start
-            thinking = Thinking(tags.end, start, budget, tags.spaces)
-        if params.grammar is None and thinking is None:
+        if params.grammar is None and boundary is None:
             return None
-        kind, text = params.grammar or (None, "")
-        if kind in LISTS and budget is None:
-            thinking = None  # they hold for the reasoning too
-        return self._grammars.check(kind, text, thinking)
+        return self._grammars.check(kind, text, boundary)
 
 
 def _rids(rid: Any, count: int, is_batch: bool) -> list[str]:

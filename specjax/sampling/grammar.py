@@ -11,29 +11,19 @@ the text, and decides where the text ends. Another one, with limits of its own, 
 """
 
 import ctypes
-import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
+
+from specjax.sampling.boundary import BEGIN, Boundary, BoundaryWalk, Place
 
 OPTIONS = "x-guidance"  # the library's options, at the root of a schema
 # The options of tool arguments: the white space of json.dumps, which models have learned. They are
 # the only ones that a schema may have.
 LAYOUT = {"whitespace_flexible": False, "key_separator": ": ", "item_separator": ", "}
 NO_TOKEN = "no token may follow"
-# tokens until the end of the reasoning is forced, and whether its first token has not come yet
-Budget = tuple[float, bool]
-
-
-class Thinking(NamedTuple):
-    """Reasoning before the text that a grammar limits."""
-
-    end: int  # the token that ends it
-    start: int | None = None  # the first token, if the completion must have it to reason
-    budget: int | None = None  # maximum number of tokens between them
-    spaces: Collection[int] = frozenset()  # tokens that may precede the first one
 
 
 class Constraint:
@@ -42,11 +32,11 @@ class Constraint:
     Args:
         make: returns a new matcher of the grammar, or ``None`` if only the reasoning is limited.
         num_words: ``V / 32``, rounded up.
-        thinking: the reasoning after which the grammar begins. Default: the grammar begins at once.
+        boundary: the place where the grammar begins. Default: the grammar begins at once.
     """
 
     def __init__(
-        self, make: Callable[[], Any], num_words: int, thinking: Thinking | None = None
+        self, make: Callable[[], Any], num_words: int, boundary: Boundary | None = None
     ) -> None:
         self._make, self.num_words = make, num_words
         self._plain = make()  # has the tokens and masks of the text, as in plain decoding
@@ -54,9 +44,8 @@ class Constraint:
         self._text: list[int] = []  # the tokens that the grammar limits
         self._num_drafter = 0  # tokens of the text that the drafter has
         self._mask: np.ndarray | None = None  # of the text
-        self._after, self._start, budget, self._spaces = thinking or Thinking(-1)
-        self._is_thinking = thinking is not None
-        self._budget: Budget = (math.inf if budget is None else budget, self._start is not None)
+        self._walk = None if boundary is None else BoundaryWalk(boundary)
+        self._place = None if self._walk is None else self._walk.start  # before the grammar
         self.error = ""  # why the text cannot be continued
 
     def check(self) -> str:
@@ -71,21 +60,21 @@ class Constraint:
     @property
     def is_complete(self) -> bool:
         """Whether nothing may follow the text any more."""
-        if self._is_thinking or self._plain is None:
+        if self._place is not None or self._plain is None:
             return False
         return bool(self._plain.is_stopped() and self._plain.is_accepting())
 
     @property
     def is_free(self) -> bool:
         """Whether nothing limits the rest of the text."""
-        return not self._is_thinking and self._plain is None
+        return self._place is None and self._plain is None
 
     def advance(self, tokens: Sequence[int]) -> int:
         """Add tokens until the grammar is complete or forbids one; return how many were added."""
         for i, token in enumerate(tokens):
-            if self._is_thinking:
-                self._budget = self._budget_after(self._budget, token)
-                self._is_thinking = token != self._after
+            if self._walk is not None and self._place is not None:
+                place = self._walk.next(self._place, token)
+                self._place = None if place[0] == BEGIN else place
                 continue
             if self._plain is None:
                 continue
@@ -97,14 +86,6 @@ class Constraint:
             self._text.append(token)
             self._mask = None
         return len(tokens)
-
-    def _budget_after(self, budget: Budget, token: int) -> Budget:
-        count, is_before = budget
-        if not is_before:
-            return count - 1, False
-        if token in self._spaces:
-            return budget
-        return count if token == self._start else math.inf, False  # or the model does not reason
 
     def mask(self) -> np.ndarray:
         """The mask i32 ``[V / 32]`` of the text; zeros if no token may follow."""
@@ -131,26 +112,24 @@ class Constraint:
             forced: i32 ``[T, 1 + S]``; the forced tokens, then -1.
             before_node: is called before the work of each node.
         """
-        states: list[Budget | Branch | None] = []
+        states: list[Place | Branch | None] = []
         for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
             before_node()
             state = self._next(states[parent], token) if node else self._root()
             states.append(state)
             if isinstance(state, Branch):
                 self._fill_branch(state, masks[node], forced[node])
-            elif state == (0, False):
-                masks[node], forced[node] = 0, -1
-                masks[node].view(np.uint8)[self._after // 8] = 1 << self._after % 8
-                forced[node, 0] = self._after
+            elif state is not None and self._walk is not None:
+                self._walk.limit(state, masks[node], forced[node])
             else:
                 masks[node] = forced[node] = -1
 
-    def _root(self) -> "Budget | Branch | None":
-        if self._is_thinking:
-            return self._budget
+    def _root(self) -> "Place | Branch | None":
+        if self._place is not None:
+            return self._place
         return None if self._plain is None else Branch([])
 
-    def _next(self, state: "Budget | Branch | None", token: int) -> "Budget | Branch | None":
+    def _next(self, state: "Place | Branch | None", token: int) -> "Place | Branch | None":
         """The state after a draft whose parent has ``state``; ``None`` if nothing limits it."""
         if isinstance(state, Branch):
             path = [*state.path, token]
@@ -158,12 +137,13 @@ class Constraint:
             if matcher.try_consume_tokens([token]):
                 return Branch(path, matcher)
             return Branch(path, self._replay(path)) if matcher.is_error() else None
-        if state is None:
+        if state is None or self._walk is None:
             return None
-        if token == self._after:
+        place = self._walk.next(state, token)
+        if place[0] == BEGIN:
             return None if self._plain is None else Branch([])
         # a draft in place of the forced end is never accepted
-        return None if state == (0, False) else self._budget_after(state, token)
+        return None if place[1] < 0 else place
 
     def _fill_branch(self, branch: "Branch", mask: np.ndarray, forced: np.ndarray) -> None:
         forced[:] = -1

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from specjax.checks import ParameterError, short
-from specjax.sampling.grammar import Thinking
+from specjax.sampling.boundary import Boundary
 from specjax.sampling.grammar_process import DIED, MAX_SECONDS, GrammarProcesses
 from specjax.sampling.grammar_request import Grammar, RequestGrammar
 
@@ -56,7 +56,7 @@ class Grammars:
         self._lanes = [threading.BoundedSemaphore(size) for size, *_ in LANES]
         self._slow = threading.BoundedSemaphore(MAX_SLOW)  # for the second lane, the last one
 
-    def check(self, kind: str | None, text: str, thinking: Thinking | None = None) -> Grammar:
+    def check(self, kind: str | None, text: str, boundary: Boundary | None = None) -> Grammar:
         """Compile a grammar. Raises ParameterError with the library's reason.
 
         ``kind`` is the name of the sampling parameter; without one, only the reasoning is limited.
@@ -65,10 +65,9 @@ class Grammars:
         if len(text) > MAX_CHARACTERS and kind != "allowed_token_ids":
             message = f"{kind} has {len(text)} characters; at most {MAX_CHARACTERS} are supported"
             raise ParameterError(message, param=kind, limit=MAX_CHARACTERS)
-        job: dict[str, Any] = {"kind": kind, "text": text}
-        job["thinking"] = thinking and [*thinking[:3], [*thinking[3]]]
+        job: dict[str, Any] = {"kind": kind, "text": text, "boundary": boundary}
         job |= {"seconds": LANES[-1][1], "is_slow": False}  # after the check
-        key = kind, text, thinking
+        key = kind, text, boundary
         if (mask := self._checked.pop(key, None)) is not None:
             self._checked[key] = mask
             return Grammar(self.processes, job, mask)

@@ -14,7 +14,8 @@ from typing import Any
 import llguidance
 
 from specjax.checks import short
-from specjax.sampling.grammar import LAYOUT, OPTIONS, AllowedTokens, Constraint, Thinking
+from specjax.sampling.boundary import Boundary
+from specjax.sampling.grammar import LAYOUT, OPTIONS, AllowedTokens, Constraint
 
 # The time to compile grows with this number: 10,007 takes 0.02 s, 99,999,989 more than 30 s.
 MAX_MULTIPLE = 10_000
@@ -62,24 +63,24 @@ class GrammarCompiler:
         self._json: Any = {} if spaces else {"whitespace_flexible": False}
 
     def compile(
-        self, kind: str | None, text: str = "", thinking: Thinking | None = None
+        self, kind: str | None, text: str = "", boundary: Boundary | None = None
     ) -> Constraint:
         """Make the constraint of a new request; without a ``kind``, only its reasoning is limited.
 
-        ``kind`` is the name of the sampling parameter, and ``thinking`` as in :class:`Constraint`.
+        ``kind`` is the name of the sampling parameter, and ``boundary`` as in :class:`Constraint`.
         Raises ValueError with the reason.
         """
         if kind is None:
-            return Constraint(lambda: None, self._num_words, thinking)
+            return Constraint(lambda: None, self._num_words, boundary)
         if kind == "allowed_token_ids":
             matcher = AllowedTokens(json.loads(text), self._num_words)
-            return Constraint(lambda: matcher, self._num_words, thinking)
+            return Constraint(lambda: matcher, self._num_words, boundary)
         try:
             grammar = self._grammar(kind, text)
             make = partial(
                 llguidance.LLMatcher, self._tokens, grammar, log_level=0, limits=self._limits
             )
-            constraint = Constraint(make, self._num_words, thinking)
+            constraint = Constraint(make, self._num_words, boundary)
             error = constraint.check()
         except FAULTS as fault:
             error = str(fault) or repr(fault)

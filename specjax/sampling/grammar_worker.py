@@ -30,7 +30,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from specjax.sampling.grammar import Constraint, Thinking
+from specjax.sampling.boundary import Boundary
+from specjax.sampling.grammar import Constraint
 
 if TYPE_CHECKING:  # the engine imports this file, and may lack the library
     from specjax.sampling.grammar_compiler import GrammarCompiler
@@ -84,9 +85,9 @@ class Follower:
             self._compiler.compile("regex", "[a-z]*")
         job = json.loads(self._receive())
         _limit_time(job["seconds"])
-        thinking = job["thinking"] and Thinking(*job["thinking"])
+        boundary = job["boundary"] and Boundary(*job["boundary"])
         try:
-            constraint = self._compiler.compile(job["kind"], job["text"], thinking)
+            constraint = self._compiler.compile(job["kind"], job["text"], boundary)
         except ValueError as error:
             self._answer(str(error))
             return

@@ -6,6 +6,7 @@ it at once, so that there is none. Otherwise, a completion that begins with the 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from specjax.text.tokenizer import Tokenizer
 
@@ -47,6 +48,26 @@ class ReasoningTags:
             at -= 1
         last = prompt[at - 1] if prompt else -1
         return END if last == self.end else START if last == self.start else None
+
+    def boundary(
+        self, prompt: Sequence[int], grammar: str, budget: int | None, *, is_list: bool
+    ) -> dict[str, Any] | None:
+        """Where the grammar of a completion begins, as the fields of ``sampling.Boundary``.
+
+        ``None`` if it begins at once. A list of tokens limits the reasoning too, unless that has a
+        budget.
+        """
+        last = self.last(prompt)
+        # a model begins to reason only with the first tag as a token
+        if last == END or (last is None and self.start is None) or (is_list and budget is None):
+            return None
+        # states: before the first tag, after it, and in an answer that begins otherwise
+        edges = [(state, self.end, -1) for state in range(3)]
+        edges += [(0, token, 0) for token in sorted(self.spaces)]
+        edges += [] if self.start is None else [(0, self.start, 1)]
+        first = 1 if last == START else 0
+        rules = {"edges": tuple(edges), "others": (2, 1, 2), "end": self.end, "inside": 1}
+        return rules | {"first": first, "budget": budget}
 
 
 def split_reasoning(text: str, *, is_inside: bool, is_final: bool) -> tuple[str, str]:

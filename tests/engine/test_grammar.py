@@ -18,13 +18,15 @@ import pytest
 
 from specjax import Engine, SamplingParams
 from specjax.sampling import grammar_request
-from specjax.sampling.grammar import Constraint, Thinking
+from specjax.sampling.boundary import Boundary
+from specjax.sampling.grammar import Constraint
 from specjax.sampling.grammar_compiler import GrammarCompiler
 from specjax.sampling.grammar_request import await_answers
 from specjax.sampling.params import GRAMMARS as NAMES
 from specjax.testing import Files
 from specjax.testing.dense import Job, dense_decode, dense_logits
 from specjax.testing.files import CONFIG, EOS_ID, LETTERS
+from specjax.text.reasoning import ReasoningTags
 
 from .fuzzed_grammars import fuzzed
 
@@ -431,11 +433,20 @@ def test_the_end_of_a_process_ends_its_request_only(engine: Engine) -> None:
     assert len(ends[1]["output_ids"]) == 9
 
 
+def boundary_of(start: int | None, end: int, budget: int | None = None, **tags: Any) -> Boundary:
+    """Of reasoning that the completion begins with the token ``start``, or the prompt has begun."""
+    begin = 49 if start is None else start
+    prompt = [begin] if start is None else []
+    fields = ReasoningTags(begin, end, **tags).boundary(prompt, "", budget, is_list=False)
+    assert fields is not None
+    return Boundary(**fields)
+
+
 def test_a_grammar_may_begin_after_a_token(engine: Engine) -> None:
     """In a tree, nodes before the token, after it, and on a branch without it."""
     compiler, after = compiler_of(engine), 50
     tokens, parents = [0, 7, 50, 0, 9, 50], [-1, 0, 1, 2, 1, 2]
-    made = compiler.compile("regex", "[ab]c", Thinking(after))
+    made = compiler.compile("regex", "[ab]c", boundary_of(None, after))
     assert (made.mask() == -1).all()
     masks, forced = fill(made, tokens, parents)
     assert [(mask == -1).all() for mask in masks] == [True, True, False, False, True, True]
@@ -451,10 +462,10 @@ def test_a_grammar_may_begin_after_a_token(engine: Engine) -> None:
 @pytest.mark.parametrize("grammar", ["[ab]c", None])
 def test_a_budget_ends_the_reasoning(engine: Engine, grammar: str | None) -> None:
     """Nodes of a chain around the last token of the budget, and the text so far."""
-    compiler, thinking = compiler_of(engine), Thinking(50, None, 3)
+    compiler, boundary = compiler_of(engine), boundary_of(None, 50, 3)
 
     def make() -> Constraint:
-        return compiler.compile("regex" if grammar else None, grammar or "", thinking)
+        return compiler.compile("regex" if grammar else None, grammar or "", boundary)
 
     made = make()
     assert made.advance([7]) == 1
@@ -474,7 +485,7 @@ def test_a_budget_ends_the_reasoning(engine: Engine, grammar: str | None) -> Non
     assert (made.mask() == -1).all() == (grammar is None)
     # the completion reasons if it begins with 60, also after 70
     for begin, free in (([60], False), ([70, 70, 60], False), ([61], True), ([70, 61], True)):
-        made = compiler.compile(None, "", Thinking(50, 60, 0, frozenset([70])))
+        made = compiler.compile(None, "", boundary_of(60, 50, 0, spaces=frozenset([70])))
         assert (made.mask() == -1).all()
         masks, _ = fill(made, [5, *begin], range(-1, len(begin)))
         made.advance(begin)
