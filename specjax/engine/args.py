@@ -16,7 +16,8 @@ from specjax.config import KV_DTYPES, MAX_STEPS, QUANTISED, Theta
 from specjax.disaggregation.address import check_secret
 from specjax.engine.names import answer
 from specjax.speculative.catalog import check_name
-from specjax.text.reasoning import PARSERS
+from specjax.text.harmony import NAME as HARMONY
+from specjax.text.parts import REASONING
 from specjax.text.tool_formats import FORMATS
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ CHOICES: dict[str, tuple[str | None, ...]] = {
     "load_format": ("auto", "dummy"),
     "logprobs_mode": ("raw", "processed"),
     "quantization": (None, *QUANTISED),
-    "reasoning_parser": (None, *PARSERS),
+    "reasoning_parser": (None, *REASONING),
     "tool_call_parser": (None, *FORMATS),
     "speculative_ngram_match_type": ("BFS", "PROB"),
 }
@@ -171,10 +172,12 @@ class EngineArgs:
             compiled. Default: such requests are refused.
         constrained_json_disable_any_whitespace: JSON that follows a schema has no white space.
         reasoning_parser: ``"qwen3"`` or ``"deepseek-r1"``: the model reasons between ``<think>``
-            and ``</think>``. Grammars begin after it, and chat answers have it apart.
+            and ``</think>``; ``"gpt-oss"``: in messages of the channel ``analysis``. Grammars begin
+            after it, and chat answers have it apart.
         tool_call_parser: the format in which the model writes tool calls: ``"hermes"``,
-            ``"qwen25"``, ``"llama3"``, ``"mistral"``, ``"pythonic"`` or ``"qwen3_coder"``. Default:
-            chat requests with tools that may be called are refused.
+            ``"qwen25"``, ``"llama3"``, ``"mistral"``, ``"pythonic"``, ``"qwen3_coder"`` or
+            ``"gpt-oss"``, which needs the same ``reasoning_parser``. Default: chat requests with
+            tools that may be called are refused.
         skip_tokenizer_init: load no tokenizer; requests must then give ``input_ids``.
         seed: random seed for requests without ``sampling_seed``; with
             ``enable_deterministic_inference`` these have the seed 42.
@@ -290,6 +293,12 @@ class EngineArgs:
             value = getattr(self, name)
             if value is not None and self.skip_tokenizer_init:
                 raise ValueError(f"{name}={value!r} needs a tokenizer; unset skip_tokenizer_init")
+        reasoning, tools = self.reasoning_parser, self.tool_call_parser
+        if tools is not None and (reasoning == HARMONY) != (tools == HARMONY):
+            raise ValueError(
+                f"tool_call_parser={tools!r} and reasoning_parser={reasoning!r} read different "
+                f"formats; set both to {HARMONY!r}, or none"
+            )
         if self.grammar_backend is not None and find_spec("llguidance") is None:
             raise ValueError(
                 "grammar_backend='llguidance' needs the library llguidance; install "

@@ -36,7 +36,7 @@ from specjax.runtime.runner_config import RunnerConfig
 from specjax.sampling.grammar_check import while_waiting
 from specjax.scheduling.loop import Call, EngineLoop
 from specjax.scheduling.scheduler import Scheduler
-from specjax.text.reasoning import ReasoningTags
+from specjax.text.parts import Reasoning
 from specjax.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -337,8 +337,8 @@ class Engine:
         return self.config.has_grammars
 
     @property
-    def reasoning(self) -> ReasoningTags | None:
-        """The tags around reasoning, if there is a ``reasoning_parser``."""
+    def reasoning(self) -> Reasoning | None:
+        """The format of the model's reasoning, if there is a ``reasoning_parser``."""
         return self._factory.reasoning
 
     @property

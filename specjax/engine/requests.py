@@ -20,7 +20,7 @@ from specjax.sampling.params import GRAMMARS, LISTS, SamplingParams
 from specjax.scheduling.loop import Call
 from specjax.scheduling.request import GenerateRequest, Request, new_id
 from specjax.scheduling.scheduler import Scheduler
-from specjax.text.reasoning import ReasoningTags
+from specjax.text.parts import REASONING, Reasoning
 from specjax.text.tokenizer import IncrementalDecoder, Tokenizer
 
 Messages = Sequence[Mapping[str, Any]]
@@ -176,9 +176,9 @@ class RequestFactory:
     def __init__(self, plan: EnginePlan, tokenizer: Tokenizer | None, scheduler: Scheduler) -> None:
         has_grammars = plan.config.has_grammars
         self._grammars = make_grammars(plan, tokenizer) if has_grammars else None
-        self.reasoning: ReasoningTags | None = None
-        if plan.args.reasoning_parser is not None:
-            self.reasoning = ReasoningTags.of(_need_tokenizer(tokenizer, "reasoning_parser"))
+        self.reasoning: Reasoning | None = None
+        if (name := plan.args.reasoning_parser) is not None:
+            self.reasoning = REASONING[name](_need_tokenizer(tokenizer, "reasoning_parser"))
         self._plan, self._tokenizer, self._scheduler = plan, tokenizer, scheduler
         self._rng = np.random.default_rng(plan.args.seed)
         self._rng_lock = threading.Lock()
@@ -260,6 +260,7 @@ class RequestFactory:
         _check_vocabulary("stop_token_ids", sorted(ends), config.vocab_size)
         if not params.ignore_eos:
             ends |= set(config.eos_token_ids)
+            ends |= frozenset() if self.reasoning is None else self.reasoning.stop_ids
         is_deterministic = self._plan.config.deterministic
         if params.sampling_seed is None and not is_deterministic:
             with self._rng_lock:
@@ -310,7 +311,8 @@ class RequestFactory:
             raise refused(name, value, demand)
         boundary, (kind, text) = None, params.grammar or (None, "")
         if self.reasoning is not None:
-            fields = self.reasoning.boundary(prompt, text, budget, is_list=kind in LISTS)
+            rules = text if kind == "ebnf" else ""
+            fields = self.reasoning.boundary(prompt, rules, budget, is_list=kind in LISTS)
             boundary = None if fields is None else Boundary(**fields)
         elif budget is not None:
             demand = "needs the engine option reasoning_parser"

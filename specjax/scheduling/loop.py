@@ -49,7 +49,7 @@ class Call:
     requests: Sequence[Request]  # checked by `Scheduler.check`
     _: KW_ONLY
     is_stream: bool = False  # outputs are delivered as they grow
-    text_only: bool = False  # outputs of running requests contain only the text
+    text_only: bool = False  # outputs of running requests contain only the text and ids
     is_batch: bool = False  # the caller gets a list, and each output has its ``index`` in it
     groups: Sequence[str] = ()  # for each request, a second id for aborting it; may be shared
     caller: Hashable = None  # callers take turns; by default, a call is a caller of its own
@@ -110,8 +110,11 @@ class Call:
                 fail(request, error)
                 text = request.streamed_text()
             self._reported[i] = len(request.output_ids), request.is_finished
+            # a text alone comes with a list that grows
             output: dict[str, Any] = {"text": text}
-            if request.is_finished or not self.text_only:
+            if self.text_only and not request.is_finished:
+                output["output_ids"] = request.output_ids
+            else:
                 output = request.result() | output
                 output["meta_info"]["output_is_draft"] = list(request.output_is_draft)
             outputs.append(output | ({"index": i} if self.is_batch else {}))

@@ -93,7 +93,7 @@ class ChoicesAnswer(Answer):
         self.text_only = not (self.wants_logprobs or self.include_drafts or self.return_ids)
 
     @abstractmethod
-    def message(self, index: int, text: str) -> Result:
+    def message(self, index: int, result: Result) -> Result:
         """Return the fields of a choice that contain its whole text."""
 
     @abstractmethod
@@ -121,7 +121,7 @@ class ChoicesAnswer(Answer):
     def body(self, results: Sequence[Result]) -> bytes:
         choices = []
         for i, result in enumerate(results):
-            choice = {"index": i} | self.message(i, result["text"])
+            choice = {"index": i} | self.message(i, result)
             choice |= self._tokens(i, Cursor(), result, with_prompt=True)
             choices.append(choice | self._end(i, result["meta_info"]))
         head = self._head(self.kind) | self._prompt_ids(0, is_top=True)

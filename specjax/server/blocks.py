@@ -44,7 +44,6 @@ class BlocksAnswer(Answer):
     id: str
     model: str
     new_parts: Callable[[], TextParts]
-    reasoning_end: int | None = None  # id of the token that ends the reasoning
     texts: TokenTexts
     wants_logprobs: bool = False
     prompt_ids: Sequence[int] | None = None  # if token ids are returned
@@ -121,7 +120,7 @@ class BlocksAnswer(Answer):
 
     def _new_events(self, result: Result) -> Iterator[bytes]:
         self._result = result
-        yield from self._read(result["text"], is_final=_is_final(result))
+        yield from self._read(result["text"], result["output_ids"], is_final=_is_final(result))
         if _is_final(result):
             if not self.blocks:
                 yield from self._grow("text", "")
@@ -131,8 +130,8 @@ class BlocksAnswer(Answer):
             self.blocks[-1].is_cut = result["meta_info"]["finish_reason"]["type"] != "stop"
             yield from self._close()
 
-    def _read(self, text: str, *, is_final: bool) -> Iterator[bytes]:
-        reasoning, content, calls = self._parsed.read(text, is_final=is_final)
+    def _read(self, text: str, ids: Sequence[int], *, is_final: bool) -> Iterator[bytes]:
+        reasoning, content, calls = self._parsed.read(text, ids, is_final=is_final)
         if reasoning:
             yield from self._grow("reasoning", reasoning)
         for _, call in calls:
@@ -168,11 +167,12 @@ class BlocksAnswer(Answer):
         return f"{before}{quote(text)}{after}{self.tail()}\n\n".encode()
 
     def _score(self, block: Block) -> None:
-        """Give a block of text the log-probabilities of tokens after the reasoning."""
+        """Give a block of text the log-probabilities of tokens from the content on."""
         if not self.wants_logprobs or block.kind != "text":
             return
         meta = self._result["meta_info"]
-        begin = max(self._num_scored, self._num_reasoning(self._result))
+        _, num_before = self._parsed.count(self._result["output_ids"])
+        begin = max(self._num_scored, num_before)
         chosen = meta["output_token_logprobs"][begin:]
         tops = meta.get("output_top_logprobs", [])[begin:]
         self._num_scored = begin + len(chosen)
@@ -185,11 +185,7 @@ class BlocksAnswer(Answer):
             yield from map(self.event, self.end_block(self.blocks[-1]))
 
     def _num_reasoning(self, result: Result) -> int:
-        """Count the tokens of the reasoning with its tags."""
-        ids = result["output_ids"]
-        if not self._parsed.has_reasoned:
-            return 0
-        return ids.index(self.reasoning_end) + 1 if self.reasoning_end in ids else len(ids)
+        return self._parsed.count(result["output_ids"])[0]
 
 
 def make_call(
@@ -214,13 +210,10 @@ def make_call(
         call, new_parts = conversation.make_call(
             body, request_id, is_stream=is_stream, is_separate=True, num_top=num_top
         )
-    tags = service.engine.reasoning
-    end = None if tags is None else tags.end
     return call, {
         "id": request_id,
         "model": model,
         "new_parts": new_parts,
-        "reasoning_end": end,
         "texts": service.texts,
         "wants_logprobs": num_top is not None,
         "prompt_ids": call.requests[0].input_ids if return_ids else None,

@@ -102,9 +102,9 @@ class ChatAnswer(ChoicesAnswer):
         super().__post_init__()
         self._parsed = defaultdict[int, TextParts](self.new_parts)
 
-    def message(self, index: int, text: str) -> Result:
+    def message(self, index: int, result: Result) -> Result:
         parsed = self._parsed[index]
-        parsed.read(text, is_final=True)
+        parsed.read(result["text"], result["output_ids"], is_final=True)
         content = parsed.content if parsed.content or not parsed.calls else None
         message: Result = {"role": "assistant", "content": content, "refusal": None}
         if parsed.may_reason and parsed.is_separate:
@@ -122,7 +122,8 @@ class ChatAnswer(ChoicesAnswer):
         if not parsed.tools.names and not parsed.may_reason:  # most requests: nothing to parse
             return super().new_text(sent, index, result)
         is_final = meta is not None and meta["finish_reason"] is not None
-        reasoning, content, calls = parsed.read(result["text"], is_final=is_final)
+        ids = result["output_ids"]
+        reasoning, content, calls = parsed.read(result["text"], ids, is_final=is_final)
         events = self._delta(index, reasoning_content=reasoning) if reasoning else ""
         if not calls:
             return events, content

@@ -69,8 +69,8 @@ class CompletionAnswer(ChoicesAnswer):
 
     kind = chunk_kind = "text_completion"
 
-    def message(self, index: int, text: str) -> Result:
-        return {"text": self._prompt(index) + text}
+    def message(self, index: int, result: Result) -> Result:
+        return {"text": self._prompt(index) + result["text"]}
 
     def opening(self, index: int) -> Result | None:
         return None if self.echoed is None else {"text": self._prompt(index)}

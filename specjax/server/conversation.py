@@ -20,8 +20,6 @@ from specjax.server.fields import ApiError, Body, bad_value, finish_fields, get
 from specjax.server.parameters import answer_format, take_params
 from specjax.server.service import MAX_REPORTED, Service
 from specjax.text.parts import TextParts, Tools
-from specjax.text.reasoning import END as THINK_END
-from specjax.text.reasoning import START as THINK
 from specjax.text.tool_formats import END, FORMATS, HERMES, NO_FORMAT, START, ToolFormat, is_json
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -53,6 +51,8 @@ class Conversation:
         is_parallel: bool,
     ) -> None:
         tool_format = FORMATS.get(service.engine.tool_call_parser or "", NO_FORMAT)
+        if service.engine.reasoning is not None:
+            messages = service.engine.reasoning.history(messages, variables)
         tokenizer = service.tokenizer
         token_id = tokenizer.backend.token_to_id
         token_ids = {x: i for x in (START, END) if (i := token_id(x)) is not None}
@@ -133,10 +133,8 @@ class Conversation:
             return call, partial(TextParts, tools=tools)
         is_continued = self._variables.get("continue_final_message")
         text = self._messages[-1]["content"] if is_continued else ""
-        is_inside = tags.last(ids) == THINK or text.rfind(THINK) > text.rfind(THINK_END)
-        return call, partial(
-            TextParts, tools=tools, may_reason=True, is_inside=is_inside, is_separate=is_separate
-        )
+        fields = tags.parts(ids, text)
+        return call, partial(TextParts, tools=tools, is_separate=is_separate, **fields)
 
 
 def effort_variables(name: str, effort: str | None) -> dict[str, Any]:

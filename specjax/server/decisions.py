@@ -220,6 +220,7 @@ def encode_question(
     content = "\n".join([text, "", question.instructions, *lines, LAST_LINE])
     messages = [{"role": "user", "content": content}]
     rendered = render_conversation(tokenizer, length, messages, enable_thinking=False)
+    rendered += "" if service.engine.reasoning is None else service.engine.reasoning.opening
     prompt = tokenizer.encode(rendered, add_special_tokens=False)
     if len(prompt) >= length:
         refuse_length(len(prompt), length)

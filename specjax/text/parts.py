@@ -5,11 +5,17 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from specjax.text.reasoning import split_reasoning
+from specjax.text import harmony
+from specjax.text.reasoning import PARSERS, ReasoningTags, split_reasoning
+from specjax.text.tokenizer import Tokenizer
 from specjax.text.tool_formats import NO_FORMAT, Parsed, ToolCall, ToolFormat, is_json
 from specjax.text.xml_calls import Parameters
 
 ANY_OBJECT = {"type": "object"}
+Reasoning = ReasoningTags | harmony.Harmony
+# what a ``reasoning_parser`` makes of a tokenizer
+REASONING: dict[str, Callable[[Tokenizer], Reasoning]] = dict.fromkeys(PARSERS, ReasoningTags.of)
+REASONING[harmony.NAME] = harmony.Harmony.of
 
 
 class Tools(NamedTuple):
@@ -83,6 +89,8 @@ class TextParts:
         may_reason: whether the text may begin with reasoning.
         is_inside: whether the prompt already contains the opening reasoning tag.
         is_separate: if ``False``, the reasoning with its tags is a part of the content.
+        end_token: the token that ends the reasoning.
+        new_reader: makes what finds the parts by tokens, not in the text.
         has_reasoned: whether the text so far has reasoning, which may be empty between its tags.
     """
 
@@ -90,6 +98,8 @@ class TextParts:
     may_reason: bool = False
     is_inside: bool = False
     is_separate: bool = True
+    end_token: int | None = None
+    new_reader: Callable[[], harmony.MessageReader] | None = None
     has_reasoned: bool = field(default=False, init=False)
     reasoning: str = field(default="", init=False)
     content: str = field(default="", init=False)
@@ -97,19 +107,22 @@ class TextParts:
 
     def __post_init__(self) -> None:
         self._parameters = self.tools.parameters()
+        self._reader = None if self.new_reader is None else self.new_reader()
+        self._messages: list[harmony.Message] = []
 
-    def read(self, text: str, *, is_final: bool) -> tuple[str, str, list[tuple[int, ToolCall]]]:
+    def read(
+        self, text: str, ids: Sequence[int] = (), *, is_final: bool
+    ) -> tuple[str, str, list[tuple[int, ToolCall]]]:
         """Read the text so far; return what is new of the reasoning, the content and the calls.
 
-        Calls come with their index. More arguments of an earlier call have no name and no id.
+        ``ids`` are its tokens, which ``new_reader`` needs. Calls come with their index. More
+        arguments of an earlier call have no name and no id.
         """
-        reasoning, answer = "", text
-        if self.may_reason:
-            reasoning, answer = split_reasoning(text, is_inside=self.is_inside, is_final=is_final)
-        self.has_reasoned = answer != text
-        content, calls = self.tools.parse(answer, is_final=is_final, parameters=self._parameters)
-        if not self.is_separate:
-            reasoning, content = "", text[: len(text) - len(answer)] + content
+        if self._reader is not None:
+            self._messages = self._reader.read(text, ids, is_final=is_final)
+            reasoning, content, calls = self._join(text)
+        else:
+            reasoning, content, calls = self._split(text, is_final=is_final)
         new_calls = []
         for i, call in enumerate(calls):
             if i == len(self.calls):
@@ -122,6 +135,47 @@ class TextParts:
         begin, self.reasoning = len(self.reasoning), reasoning
         at, self.content = len(self.content), content
         return reasoning[begin:], content[at:], new_calls
+
+    def _split(self, text: str, *, is_final: bool) -> tuple[str, str, list[ToolCall]]:
+        reasoning, answer = "", text
+        if self.may_reason:
+            reasoning, answer = split_reasoning(text, is_inside=self.is_inside, is_final=is_final)
+        self.has_reasoned = answer != text
+        content, calls = self.tools.parse(answer, is_final=is_final, parameters=self._parameters)
+        if not self.is_separate:
+            reasoning, content = "", text[: len(text) - len(answer)] + content
+        return reasoning, content, calls
+
+    def _join(self, text: str) -> tuple[str, str, list[ToolCall]]:
+        """The parts that the messages in a text make."""
+        gap, reasoning, content, calls = "\n\n", "", "", list[ToolCall]()
+        for message in self._messages:
+            body = text[message.begin : message.end]
+            if name := message.function(self.tools.names):
+                calls.append(ToolCall(name, body.strip(), at=len(content)))
+            elif not self.is_separate:
+                content += text[message.start : message.stop]
+            elif message.is_reasoning:
+                reasoning += gap * bool(reasoning and body) + body
+            else:  # a call of no known function keeps its header
+                body = text[message.start : message.end] if message.recipient else body
+                content += gap * bool(content and body) + body
+        return reasoning, content, calls[: None if self.tools.is_parallel else 1]
+
+    def count(self, ids: Sequence[int]) -> tuple[int, int]:
+        """Count the tokens of the reasoning with its marks, and those before the content."""
+        if self._reader is None:
+            num_reasoning = len(ids) if self.has_reasoned else 0
+            if num_reasoning and self.end_token in ids:
+                num_reasoning = ids.index(self.end_token) + 1
+            return num_reasoning, num_reasoning
+        num_reasoning, begin = 0, len(ids)
+        for message in reversed(self._messages):
+            if message.is_reasoning:
+                num_reasoning += (message.stop_token or len(ids)) - message.first_token
+            else:
+                begin = message.content_token
+        return num_reasoning, begin
 
     @property
     def ends_with_call(self) -> bool:

@@ -6,7 +6,7 @@ it at once, so that there is none. Otherwise, a completion that begins with the 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from specjax.text.tokenizer import Tokenizer
 
@@ -26,6 +26,9 @@ class ReasoningTags:
     spaces: frozenset[int] = frozenset()  # tokens of white space
     is_special: bool = False  # whether texts without special tokens lack the tags
     decode: Callable[[Sequence[int]], str] | None = None  # if the first tag is not a token
+
+    stop_ids: ClassVar[frozenset[int]] = frozenset()  # tokens that end a completion
+    opening: ClassVar = ""  # what an answer without reasoning begins with
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> "ReasoningTags":
@@ -48,6 +51,20 @@ class ReasoningTags:
             at -= 1
         last = prompt[at - 1] if prompt else -1
         return END if last == self.end else START if last == self.start else None
+
+    def parts(self, prompt: Sequence[int], continued: str) -> dict[str, Any]:
+        """Return the fields with which ``TextParts`` reads completions of a prompt.
+
+        ``continued`` is the content at its end, if it has no other end.
+        """
+        is_inside = self.last(prompt) == START or continued.rfind(START) > continued.rfind(END)
+        return {"may_reason": True, "is_inside": is_inside, "end_token": self.end}
+
+    def history(
+        self, messages: list[dict[str, Any]], variables: dict[str, Any]
+    ) -> list[dict[str, Any]]:
+        """Messages as templates read them."""
+        return messages
 
     def boundary(
         self, prompt: Sequence[int], grammar: str, budget: int | None, *, is_list: bool

@@ -7,6 +7,7 @@ name, ``[ARGS]`` and the arguments; ``[CALL_ID]`` and an id may follow the name.
 text is a list of Python calls. With the last two, a text that is a JSON list of objects is a list
 of calls too: required calls have this form. Marks within a string of JSON are part of the string.
 ``qwen3_coder``: functions in XML form between the marks of ``hermes``, see ``xml_calls``.
+``gpt-oss``: messages, see ``harmony``.
 
 A parser reads the whole text so far, so its result cannot depend on how the text was cut. What it
 has returned for a part of a text only grows. Text that is not a valid call stays content.
@@ -19,6 +20,7 @@ from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from specjax.text import harmony
 from specjax.text.reasoning import overlap
 from specjax.text.xml_calls import (
     FUNCTION,
@@ -177,6 +179,19 @@ class XmlForm(CallForm):
             rules.append(f"part_{i}_{j}: {json.dumps(begin)} {rule}")
             parts.append(f"part_{i}_{j}{'' if key in required else '?'}")
         return [f"call_{i}: {' '.join(parts)} {json.dumps(FUNCTION_END)}", *rules]
+
+
+class HarmonyForm(CallForm):
+    """A call with its header, and the reasoning before it; the completion begins in a header."""
+
+    def grammar(self, schemas: Mapping[str, Any], **options: Any) -> str:
+        rules = super().grammar(schemas, **options).replace("start: ", "start: analysis* ", 1)
+        return rules + harmony.RULES
+
+    def rules(self, i: int, name: str, schema: Any) -> list[str]:
+        to, channel = json.dumps(f" to=functions.{name}"), f'{harmony.CHANNEL} "commentary"'
+        header = f"({channel} {to} | {to} {channel}) kind? {harmony.MESSAGE}"
+        return [f"call_{i}: {header} values_{i}", f"values_{i}: %json {json.dumps(schema)}"]
 
 
 LIST = CallForm()
@@ -339,6 +354,8 @@ FORMATS = {
     "mistral": ToolFormat(_mistral, LIST, CallForm(f"{MISTRAL_TAG} [", between=""), True, "{:.9}"),
     "pythonic": ToolFormat(_pythonic),
     "qwen3_coder": QWEN3_CODER,
+    # its reader finds calls by tokens, not in the text
+    harmony.NAME: NO_FORMAT._replace(required=HarmonyForm("", between="", end="")),
 }
 
 

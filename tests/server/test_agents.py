@@ -359,7 +359,9 @@ def test_blocks_are_in_the_order_of_the_text(step: int) -> None:
     text = f"<think>hm</think>A {CALL} B {CALL}\n{CALL} C"
     result = {"text": text, "output_ids": [0], "meta_info": META | {"finish_reason": STOP}}
     answer = stub_answer()
-    chunks = [answer.chunk({"text": text[:end]}) for end in range(step, len(text), step)]
+    chunks = [
+        answer.chunk({"text": text[:end], "output_ids": []}) for end in range(step, len(text), step)
+    ]
     streamed = replay_response(parse_events(b"".join([*chunks, answer.chunk(result)])))
     body = json.loads(stub_answer().body([result]))
     assert without_ids(streamed) == without_ids(body)
@@ -418,7 +420,7 @@ def allowed(mode: str, *names: str) -> Answer:
 
 @pytest.mark.parametrize("mode", ["auto", "required"])
 def test_only_allowed_tools_may_be_called(mode: str) -> None:
-    engine = SimpleNamespace(tool_call_parser="hermes")
+    engine = SimpleNamespace(tool_call_parser="hermes", reasoning=None)
     letters = letter_tokenizer()
     tokenizer = SimpleNamespace(
         chat_template="{{ tools }}", backend=letters.backend, special_ids=letters.special_ids
@@ -489,9 +491,8 @@ def test_logprobs_are_of_all_tokens_after_the_reasoning(ids, num_hidden, is_insi
         return ResponseAnswer(
             id="resp_1",
             model="tiny",
-            new_parts=partial(TextParts, may_reason=True, is_inside=is_inside),
+            new_parts=partial(TextParts, may_reason=True, is_inside=is_inside, end_token=END_TAG),
             request={},
-            reasoning_end=END_TAG,
             texts=SimpleNamespace(of=lambda token: (str(token), b"")),  # type: ignore[arg-type]
             wants_logprobs=True,
         )

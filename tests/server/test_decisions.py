@@ -213,7 +213,9 @@ def service_of(template: str, letters: str = LETTERS) -> Any:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     tokenizer = Tokenizer(backend, chat_template=template)
-    return SimpleNamespace(tokenizer=tokenizer, engine=SimpleNamespace(context_length=500))
+    return SimpleNamespace(
+        tokenizer=tokenizer, engine=SimpleNamespace(context_length=500, reasoning=None)
+    )
 
 
 def test_labels_may_join_the_end_of_the_prompt() -> None:

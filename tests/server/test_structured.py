@@ -23,8 +23,8 @@ from .bodies import CHAT, COMPLETIONS, GENERATE
 from .conftest import served
 
 JSON = {OPTIONS: LAYOUT}
-# formats whose forced calls are objects; tests/text has those of the other one
-OBJECTS = sorted(FORMATS.keys() - {"qwen3_coder"})
+# formats whose forced calls are objects; tests/text has those of the others
+OBJECTS = sorted(FORMATS.keys() - {"gpt-oss", "qwen3_coder"})
 SCHEMA = {
     "type": "object",
     "properties": {"n": {"type": "integer", "minimum": 0, "maximum": 99}},
@@ -543,7 +543,7 @@ def test_marks_of_calls_may_be_tokens(is_special: bool) -> None:
     strict = [TOOLS[0] | {"function": TOOLS[0]["function"] | {"strict": True}}]
     asked = Tools(strict, ["f"], format=FORMATS["hermes"], token_ids=token_ids)
     service: Any = SimpleNamespace(
-        engine=SimpleNamespace(tool_call_parser="hermes"), tokenizer=tokenizer
+        engine=SimpleNamespace(tool_call_parser="hermes", reasoning=None), tokenizer=tokenizer
     )
     how: dict[str, Any] = {"tools": strict, "choice": "auto", "is_parallel": True}
     made = Conversation(service, HELLO["messages"], {}, **how)

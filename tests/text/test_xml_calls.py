@@ -396,7 +396,7 @@ def test_marks_of_calls_may_be_tokens(is_special: bool) -> None:
         assert constraint.mask()[token // 32] >> (token % 32) & 1
         assert constraint.advance([token]) == 1
     service: Any = SimpleNamespace(
-        engine=SimpleNamespace(tool_call_parser="qwen3_coder"), tokenizer=tokenizer
+        engine=SimpleNamespace(tool_call_parser="qwen3_coder", reasoning=None), tokenizer=tokenizer
     )
     tokenizer.chat_template = "{{ tools }}"
     how: dict[str, Any] = {"tools": DECLARED, "choice": "auto", "is_parallel": True}
