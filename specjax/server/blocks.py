@@ -120,7 +120,9 @@ class BlocksAnswer(Answer):
 
     def _new_events(self, result: Result) -> Iterator[bytes]:
         self._result = result
-        yield from self._read(result["text"], result["output_ids"], is_final=_is_final(result))
+        text, ids = result["text"], result["output_ids"]
+        for part in self._parsed.cuts(text, ids):
+            yield from self._read(part, ids, is_final=_is_final(result) and part == text)
         if _is_final(result):
             if not self.blocks:
                 yield from self._grow("text", "")

@@ -109,6 +109,7 @@ class TextParts:
         self._parameters = self.tools.parameters()
         self._reader = None if self.new_reader is None else self.new_reader()
         self._messages: list[harmony.Message] = []
+        self._num_chars = 0  # of the last text
 
     def read(
         self, text: str, ids: Sequence[int] = (), *, is_final: bool
@@ -123,7 +124,7 @@ class TextParts:
             reasoning, content, calls = self._join(text)
         else:
             reasoning, content, calls = self._split(text, is_final=is_final)
-        new_calls = []
+        self._num_chars, new_calls = len(text), []
         for i, call in enumerate(calls):
             if i == len(self.calls):
                 call_id = self.tools.format.id_form.format(self.tools.new_id())
@@ -161,6 +162,14 @@ class TextParts:
                 body = text[message.start : message.end] if message.recipient else body
                 content += gap * bool(content and body) + body
         return reasoning, content, calls[: None if self.tools.is_parallel else 1]
+
+    def cuts(self, text: str, ids: Sequence[int]) -> list[str]:
+        """Longer and longer parts of a text, to be read in turn, so that messages come in order."""
+        if self._reader is None:
+            return [text]
+        stops = [message.stop for message in self._reader.read(text, ids, is_final=False)]
+        stops = [stop for stop in stops if stop and self._num_chars < stop < len(text)]
+        return [*(text[:stop] for stop in stops), text]
 
     def count(self, ids: Sequence[int]) -> tuple[int, int]:
         """Count the tokens of the reasoning with its marks, and those before the content."""

@@ -3,7 +3,9 @@
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
+from specjax.testing.files import letter_tokenizer
 from specjax.text.completion import byte_alphabet
+from specjax.text.harmony import MARKS
 from specjax.text.tokenizer import Tokenizer
 
 
@@ -15,3 +17,11 @@ def byte_tokenizer() -> Tokenizer:
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(["</s>"])
     return Tokenizer(backend)
+
+
+def harmony_tokenizer(*words: str) -> Tokenizer:
+    """A tokenizer of letters with the marks of harmony, and ``words`` as tokens."""
+    tokenizer = letter_tokenizer()
+    tokenizer.backend.add_special_tokens([*MARKS])
+    tokenizer.backend.add_tokens([*words])
+    return tokenizer
