@@ -11,9 +11,8 @@ import pytest
 from specjax import Engine
 from specjax.server import make_app
 from specjax.testing import Client, Files, running
-from specjax.text.harmony import MARKS
 
-from ..support.harmony_files import write_harmony
+from ..support.harmony_files import exactly, write_harmony
 from .bodies import CHAT
 
 pytestmark = pytest.mark.slow
@@ -66,12 +65,6 @@ def client(engine: Engine) -> Iterator[Client]:
 
 def drawn(seed: int, **others: Any) -> Answer:
     return {"messages": [USER], "temperature": 1.0, "seed": seed, "max_tokens": 90} | others
-
-
-def exactly(text: str) -> str:
-    """A grammar of this text only."""
-    pieces = re.split(f"({'|'.join(map(re.escape, MARKS))})", text)
-    return "start: " + " ".join(x if x in MARKS else json.dumps(x) for x in pieces if x)
 
 
 def said(path: str, text: str, **others: Any) -> Answer:

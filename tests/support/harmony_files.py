@@ -4,11 +4,16 @@ Its embeddings are unit vectors, and its layers add nothing, so the output head 
 each token's successors.
 """
 
+import json
+import re
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 
 from specjax.testing.files import LETTERS, write_folder
+from specjax.text.harmony import MARKS
 
 from .tokenizers import harmony_tokenizer
 
@@ -35,16 +40,20 @@ CHAIN = {
     "<|end|>": ["<|start|>"],
     "<|start|>": ["assistant"],
 }
+# changes with which reasoning comes first, then one answer, if a schema ends it
+CHANNELS = ["analysis", "analysis", *["final"] * 6, "commentary"]
+IN_ORDER = {"<|channel|>": CHANNELS, "<|message|>": ["h"], "m": ["<|end|>"]}
 LIKELY, QUOTE = 14.0, 5.0
 
 
-def write_harmony(path: Path) -> Path:
+def write_harmony(path: Path, changes: Mapping[str, list[str]] = MappingProxyType({})) -> Path:
+    """Write the checkpoint, with ``changes`` of its chain."""
     tokenizer = harmony_tokenizer(*WORDS)
     tokenizer.chat_template = TEMPLATE
     ids = tokenizer.backend.get_vocab()
     logits = np.zeros((SIZE, SIZE), np.float32)
     logits[:, LETTERS.index('"')] = QUOTE  # strings that a schema allows are short
-    for token, followers in CHAIN.items():
+    for token, followers in (CHAIN | {**changes}).items():
         for follower in followers:
             share = followers.count(follower) / len(followers)
             logits[ids[token], ids[follower]] = LIKELY + np.log(share)
@@ -82,3 +91,9 @@ def write_harmony(path: Path) -> Path:
     }
     arrays = {name: tensor.astype(np.float32) for name, tensor in tensors.items()}
     return write_folder(path, config, arrays, tokenizer)
+
+
+def exactly(text: str) -> str:
+    """A grammar of this completion only, with its marks."""
+    pieces = re.split(f"({'|'.join(map(re.escape, MARKS))})", text)
+    return "start: " + " ".join(x if x in MARKS else json.dumps(x) for x in pieces if x)

@@ -22,11 +22,10 @@ def get_weather(city: str) -> str:
     return f"rain in {city}"
 
 
-def main(address: str, key: str, model: str) -> dict[str, Any]:
+def main(address: str, key: str, model: str, limit: int = 100) -> dict[str, Any]:
     base = f"{address}/v1"
-    chat = ChatOpenAI(
-        base_url=base, api_key=key, model=model, temperature=0.8, seed=3, max_completion_tokens=100
-    )
+    drawn = {"temperature": 0.8, "seed": 3, "max_completion_tokens": limit}
+    chat = ChatOpenAI(base_url=base, api_key=key, model=model, **drawn)
     found: dict[str, Any] = {}
     for method in ("json_schema", "function_calling"):
         fruit = chat.with_structured_output(Fruit, method=method).invoke("Name a fruit.")
@@ -44,7 +43,7 @@ def main(address: str, key: str, model: str) -> dict[str, Any]:
         client = instructor.from_openai(OpenAI(base_url=base, api_key=key), mode=mode)
         ask = [{"role": "user", "content": "Name a fruit."}]
         fruit = client.chat.completions.create(
-            model=model, messages=ask, response_model=Fruit, max_tokens=100, seed=1, max_retries=1
+            model=model, messages=ask, response_model=Fruit, max_tokens=limit, seed=1, max_retries=1
         )
         found[f"instructor {mode.name}"] = fruit.model_dump()
     return found
