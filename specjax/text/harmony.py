@@ -71,16 +71,9 @@ class Message(NamedTuple):
 
 @dataclass(frozen=True)
 class Harmony:
-    """The format with the token ids of a tokenizer.
+    """The format with a tokenizer's ids of its marks and channels; ``decode`` shows the marks."""
 
-    Attributes:
-        marks: of each mark.
-        channels: token ids of ``analysis`` and ``final``.
-        decode: makes the text of tokens, with special ones.
-    """
-
-    marks: Mapping[str, int]
-    channels: Mapping[str, Sequence[int]]
+    ids: Mapping[str, int]
     decode: Callable[[list[int]], str]
 
     is_special: ClassVar = True  # whether texts without special tokens lack the marks
@@ -88,23 +81,21 @@ class Harmony:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> "Harmony":
-        """Raises ValueError if the tokenizer lacks a mark."""
-        token_id = tokenizer.backend.token_to_id
-        marks = {mark: token for mark in MARKS if (token := token_id(mark)) is not None}
-        if missing := MARKS - marks.keys():
-            raise ValueError(f"reasoning_parser='gpt-oss' needs tokens for {sorted(missing)}")
-        channels = {x: tokenizer.encode(x, add_special_tokens=False) for x in (ANALYSIS, FINAL)}
-        decode = partial(tokenizer.decode_generated, skip_special_tokens=False)
-        return cls(marks, channels, decode)
+        """Raises ValueError if a mark or a channel is not a token."""
+        token_id, names = tokenizer.backend.token_to_id, {*MARKS, ANALYSIS, FINAL}
+        ids = {name: token for name in names if (token := token_id(name)) is not None}
+        if missing := names - ids.keys():
+            raise ValueError(f"reasoning_parser={NAME!r} needs tokens for {sorted(missing)}")
+        return cls(ids, partial(tokenizer.decode_generated, skip_special_tokens=False))
 
     @property
     def stop_ids(self) -> frozenset[int]:
         """Tokens that end a completion."""
-        return frozenset((self.marks[RETURN], self.marks[CALL]))
+        return frozenset((self.ids[RETURN], self.ids[CALL]))
 
     def header(self, prompt: Sequence[int]) -> Sequence[int] | None:
         """The tokens of the prompt after its last start of a message."""
-        start = self.marks[START]
+        start = self.ids[START]
         at = next((i for i in range(len(prompt) - 1, -1, -1) if prompt[i] == start), None)
         return None if at is None else prompt[at + 1 :]
 
@@ -120,43 +111,34 @@ class Harmony:
         That is the content of the channel ``final``. ``None`` if the grammar begins at once: the
         prompt has no messages, or the grammar has their marks.
         """
-        header = self.header(prompt)
-        if header is None or MESSAGE in grammar:
-            if budget is not None and header is not None:
+        header, ids = self.header(prompt), self.ids
+        if header is None:
+            return None
+        if MESSAGE in grammar:
+            if budget is not None:
                 demand = "must be None with a forced call, whose grammar includes the reasoning"
                 raise refused("thinking_token_budget", budget, demand)
             return None
-        # before the channel, at its name, in the header of each kind, and in a content
-        top, channel, other, final, analysis, inside, shown = range(7)
-        others = [top, other, other, final, analysis, inside, shown]
-        edges = {(top, self.marks[CHANNEL]): channel}
-        for name, kind in ((ANALYSIS, analysis), (FINAL, final)):
-            at, ids = channel, self.channels[name]
-            for token in ids[:-1]:
-                if (at, token) not in edges:
-                    edges[at, token] = len(others)
-                    others.append(other)
-                at = edges[at, token]
-            edges[at, ids[-1]] = kind
-        contents = {final: -1, analysis: inside}
-        for state in range(len(others)):
-            edges |= {(state, self.marks[mark]): top for mark in ENDS}
-            if state not in (inside, shown):
-                edges[state, self.marks[START]] = top
-                edges[state, self.marks[MESSAGE]] = contents.get(state, shown)
+        # before the channel, at its name, in the headers of each kind, and in contents
+        top, channel, other, final, analysis, inside, shown = states = range(7)
+        others = top, other, other, final, analysis, inside, shown
+        edges = {(state, ids[mark]): top for state in states for mark in ENDS}
+        for state, content in zip(states, (shown, shown, shown, -1, inside), strict=False):
+            edges |= {(state, ids[START]): top, (state, ids[MESSAGE]): content}
+        edges |= {(channel, ids[ANALYSIS]): analysis, (channel, ids[FINAL]): final}
+        edges[top, ids[CHANNEL]] = channel
         first = top
         for token in header:
-            first = edges.get((first, token), others[first])
-            if first < 0:
+            if (first := edges.get((first, token), others[first])) < 0:
                 return None
         return {
             "edges": tuple((*key, after) for key, after in edges.items()),
-            "others": tuple(others),
-            "end": self.marks[END],
+            "others": others,
+            "end": ids[END],
             "inside": inside,
             "first": first,
             "budget": budget,
-            "barred": ((channel, self.channels[ANALYSIS][0]),),
+            "barred": ((channel, ids[ANALYSIS]),),
         }
 
     def history(
@@ -166,23 +148,22 @@ class Harmony:
 
         Replaces an effort of reasoning in ``variables`` that the model does not know.
         """
-        effort = variables.get("reasoning_effort")
-        if effort in _EFFORTS:
+        if (effort := variables.get("reasoning_effort")) in _EFFORTS:
             variables["reasoning_effort"] = _EFFORTS[effort]
         results = {m.get("tool_call_id"): m for m in messages if m["role"] == "tool"}
         turns: list[dict[str, Any]] = []
         for message in messages:
             texts = [message.get("reasoning_content"), message["content"]]
-            if not (calls := message.get("tool_calls")):
-                if message["role"] != "tool" or results.get(message.get("tool_call_id")) is message:
-                    turns.append(message | ({"thinking": texts[0]} if texts[0] else {}))
-                continue
-            thinking = "\n\n".join(filter(None, texts))
-            for call in calls:
-                turns.append(message | {"content": "", "thinking": thinking, "tool_calls": [call]})
-                thinking = ""
-                if len(calls) > 1 and (result := results.pop(call.get("id"), None)):
-                    turns.append(result)
+            if calls := message.get("tool_calls"):
+                thinking = "\n\n".join(filter(None, texts))
+                for call in calls:
+                    fields = {"content": "", "thinking": thinking, "tool_calls": [call]}
+                    turns.append(message | fields)
+                    thinking = ""
+                    if len(calls) > 1 and (result := results.pop(call.get("id"), None)):
+                        turns.append(result)
+            elif message["role"] != "tool" or results.get(message.get("tool_call_id")) is message:
+                turns.append(message | ({"thinking": texts[0]} if texts[0] else {}))
         return turns
 
 
@@ -191,7 +172,7 @@ class MessageReader:
 
     def __init__(self, harmony: Harmony, prompt: Sequence[int]) -> None:
         self._decode = harmony.decode
-        self._marks = {token: mark for mark, token in harmony.marks.items()}
+        self._marks = {harmony.ids[mark]: mark for mark in MARKS}
         self._messages: list[Message] = []
         self._run: list[int] = []  # tokens after the last mark
         self._num_chars = self._num_tokens = 0  # before them

@@ -123,7 +123,7 @@ class TextParts:
             self._messages = self._reader.read(text, ids, is_final=is_final)
             reasoning, content, calls = self._join(text)
         else:
-            reasoning, content, calls = self._split(text, is_final=is_final)
+            reasoning, content, calls = self._split(text, is_final)
         self._num_chars, new_calls = len(text), []
         for i, call in enumerate(calls):
             if i == len(self.calls):
@@ -137,7 +137,8 @@ class TextParts:
         at, self.content = len(self.content), content
         return reasoning[begin:], content[at:], new_calls
 
-    def _split(self, text: str, *, is_final: bool) -> tuple[str, str, list[ToolCall]]:
+    def _split(self, text: str, is_final: bool) -> tuple[str, str, list[ToolCall]]:
+        """The parts around tags."""
         reasoning, answer = "", text
         if self.may_reason:
             reasoning, answer = split_reasoning(text, is_inside=self.is_inside, is_final=is_final)

@@ -41,9 +41,9 @@ def encoding() -> Any:
 
 @pytest.fixture(scope="module")
 def harmony(encoding: Any) -> Harmony:
-    marks = [encoding.encode(mark, allowed_special="all")[0] for mark in MARKS]
-    channels = {name: encoding.encode(name) for name in (ANALYSIS, FINAL)}
-    return Harmony(dict(zip(MARKS, marks, strict=True)), channels, encoding.decode)
+    names = (*MARKS, ANALYSIS, FINAL)
+    ids = {name: encoding.encode(name, allowed_special="all")[0] for name in names}
+    return Harmony(ids, encoding.decode)
 
 
 def conversation(rng: random.Random, encode: Any) -> list[int]:

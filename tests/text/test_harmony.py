@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from specjax.sampling.boundary import BEGIN, Boundary, BoundaryWalk
 from specjax.sampling.grammar_compiler import GrammarCompiler
 from specjax.testing import letter_tokenizer
-from specjax.text.harmony import END, MARKS, MAX_HEADER, Harmony, MessageReader
+from specjax.text.harmony import END, MAX_HEADER, Harmony, MessageReader
 from specjax.text.parts import TextParts, Tools
 from specjax.text.tool_formats import FORMATS, ToolCall
 
 from ..support.tokenizers import harmony_tokenizer
 
-TOKENIZER = harmony_tokenizer("commentary", "assistant")
+TOKENIZER = harmony_tokenizer("analysis", "final")
 HARMONY = Harmony.of(TOKENIZER)
 BEFORE = "<|start|>assistant"
 THOUGHT = "<|channel|>analysis<|message|>hm<|end|>"
@@ -199,14 +199,14 @@ def test_counts_of_tokens() -> None:
     ids, thought = encode(text), len(encode(THOUGHT))
     parts = make_parts()
     parts.read(text, ids, is_final=True)
-    assert parts.count(ids) == (2 * thought + 2, len(ids) - 3)
+    assert parts.count(ids) == (2 * thought + len(PROMPT), len(ids) - 3)
     parts = make_parts()
     parts.read(THOUGHT[:31], ids[: thought - 2], is_final=True)
     assert parts.count(ids[: thought - 2]) == (thought - 2, thought - 2)
 
 
 def test_a_tokenizer_without_the_marks() -> None:
-    with pytest.raises(ValueError, match=r"needs tokens for \['<|call|>', "):
+    with pytest.raises(ValueError, match=r"needs tokens for \['<\|call\|>', "):
         Harmony.of(letter_tokenizer())
 
 
@@ -278,12 +278,12 @@ def test_a_budget_ends_the_reasoning_for_good(compiler: GrammarCompiler) -> None
     made.fill(ids, range(-1, len(ids) - 1), masks, forced)
     at = len(encode("<|channel|>analysis<|message|>abc"))
     assert allowed(masks[[at]]) == [END]
-    assert forced[at].tolist() == [HARMONY.marks[END]]
+    assert forced[at].tolist() == [HARMONY.ids[END]]
     (channel,) = (
         i for i, token in enumerate(ids) if i > at and HARMONY.decode([token]) == "<|channel|>"
     )
     barred = np.unpackbits(~masks[channel].view(np.uint8), bitorder="little")
-    assert HARMONY.decode(np.flatnonzero(barred).tolist()) == "a"
+    assert HARMONY.decode(np.flatnonzero(barred).tolist()) == "analysis"
     others = [i for i in range(len(ids)) if i not in (at, channel)]
     assert (masks[others] == -1).all()
 
@@ -352,5 +352,4 @@ def test_history() -> None:
     ]
     single = [turn | {"tool_calls": calls[:1]}, results[1], {"role": "tool", "content": "c"}]
     assert HARMONY.history(single, {})[1:] == single[1:]
-    assert [mark in HARMONY.marks for mark in MARKS] == [True] * 7
-    assert HARMONY.stop_ids == {HARMONY.marks["<|return|>"], HARMONY.marks["<|call|>"]}
+    assert HARMONY.stop_ids == {HARMONY.ids["<|return|>"], HARMONY.ids["<|call|>"]}
