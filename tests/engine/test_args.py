@@ -44,6 +44,14 @@ SINGLE, ACC = (f"speculative_accept_threshold_{name}" for name in ("single", "ac
             {"grammar_backend": "xgrammar"},
             "grammar_backend='xgrammar' must be None or 'llguidance'",
         ),
+        (
+            {"tool_call_parser": "gpt-oss"},
+            "tool_call_parser='gpt-oss' and reasoning_parser=None read different formats",
+        ),
+        (
+            {"tool_call_parser": "hermes", "reasoning_parser": "gpt-oss"},
+            "set both to 'gpt-oss', or none",
+        ),
         *(
             ({name: value, "skip_tokenizer_init": True}, f"{name}='{value}' needs a tokenizer")
             for name, value in (

@@ -11,6 +11,8 @@ import pytest
 from specjax import Engine
 from specjax.server import make_app
 from specjax.testing import Client, Files, running
+from specjax.text.harmony import CALL as CALLED
+from specjax.text.harmony import RETURN
 
 from ..support.harmony_files import exactly, write_harmony
 from .bodies import CHAT
@@ -99,6 +101,8 @@ def test_parts_are_those_of_the_tokens(client: Client, engine: Engine, seed: int
         assert (message["reasoning_content"] or "") == "\n\n".join(reasoning)
         assert (message["content"] or "") == "\n\n".join(content)
         assert [call["function"] for call in message.get("tool_calls", [])] == calls
+        ends = [engine.tokenizer.backend.token_to_id(mark) for mark in (RETURN, CALLED)]
+        assert choice["finish_reason"] == "length" or choice["matched_stop"] in ends
         is_call = calls and calls[-1]["arguments"] != "hm"
         assert choice["finish_reason"] in ({"tool_calls"} if is_call else {"stop", "length"})
     messages = [choice["message"] for choice in choices]

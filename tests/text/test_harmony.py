@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from specjax.sampling.boundary import BEGIN, Boundary, BoundaryWalk
 from specjax.sampling.grammar_compiler import GrammarCompiler
 from specjax.testing import letter_tokenizer
-from specjax.text.harmony import END, MAX_HEADER, Harmony, MessageReader
+from specjax.text.harmony import END, MARKS, MAX_HEADER, Harmony, MessageReader
 from specjax.text.parts import TextParts, Tools
 from specjax.text.tool_formats import FORMATS, ToolCall
 
@@ -99,13 +99,14 @@ def test_messages_of_every_prefix(messages: Any) -> None:
             assert content.startswith(part[whole[-1].begin : whole[-1].end])
 
 
-@given(MESSAGES, st.booleans(), st.booleans(), st.integers(0, 9))
-@settings(max_examples=40)
-def test_what_is_new_adds_up_to_the_parts(
-    messages: Any, is_separate: bool, is_parallel: bool, seed: int
-) -> None:
+PIECES = st.sampled_from([*MARKS, "analysis", "final", "assistant", " to=functions.f", "h", "{}"])
+
+
+@given(MESSAGES.map(written) | st.lists(PIECES, max_size=12).map("".join), *[st.booleans()] * 2)
+@settings(max_examples=60)
+def test_what_is_new_adds_up_to_the_parts(text: str, is_separate: bool, is_parallel: bool) -> None:
     """However the tokens come, and also if some of their text comes later."""
-    text, rng = written(messages), random.Random(seed)
+    rng = random.Random(text)
     ids = encode(text)
     options = {"is_separate": is_separate, "is_parallel": is_parallel}
     parts, end, shown = make_parts(**options), 0, ""
