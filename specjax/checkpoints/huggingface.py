@@ -71,7 +71,8 @@ def huggingface_config(directory: Path, dtype: str, *, of_draft: bool = False) -
         "bos_token_id": next(iter(top.ids("bos_token_id") or config.ids("bos_token_id")), None),
     }
     source = cache(partial(open_text, directory))  # of large models, it reads many files
-    if "quantization_config" in top:
+    method = top.fields("quantization_config").get("quant_method", Any, None)
+    if "quantization_config" in top and method not in family.quant_methods:
         values["quantization"] = read_quantization(top)
         _report_unmatched(top.fields("quantization_config"), source())
     if values.get("quantization") is not None:

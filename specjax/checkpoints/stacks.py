@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from specjax.checkpoints.quantization import SUFFIXES
+from specjax.checkpoints.stored import assembled
 from specjax.checkpoints.tensors import TensorInfo, TensorSource
 from specjax.models.declare import Part, Recipe, Recipes
 
@@ -24,7 +25,9 @@ def unstacked(source: TensorSource, recipes: Recipes) -> TensorSource:
 
     The scales of quantised stacks are cut like their values, in proportion. A stack is in memory
     from the first to the last of its slices that is read. Raises ValueError if its shape is wrong.
+    Parts that are made of other tensors are offered too, see :func:`assembled`.
     """
+    source = assembled(source, recipes)
     slices = {name: x for recipe in recipes.values() for name, x in _slices(source, recipe)}
     if not slices:
         return source

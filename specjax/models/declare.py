@@ -5,7 +5,7 @@ both, so that loading, exporting, updates, quantised formats and KV pools need n
 of a network.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -21,18 +21,26 @@ SCALE, OFFSET = "_scale", "_offset"
 RANDOM_VALUES = {8: 24.0, 4: 2.0}
 
 
+class Stored(NamedTuple):
+    """Tensors of a file, with their shapes, and the function that makes a part of them."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+    make: Callable[..., np.ndarray]
+
+
 @dataclass(frozen=True)
 class Part:
     """A checkpoint tensor that fills a slice of a weight; ``shape`` is that of the tensor.
 
     ``rows`` is the order in which the weight has the tensor's rows, if it differs. ``factor``, a
-    power of two, multiplies it.
+    power of two, multiplies it. Files may have the tensors of one of ``made_of`` instead.
     """
 
     name: str
     shape: tuple[int, ...]
     rows: np.ndarray | None = field(default=None, compare=False)
     factor: float = 1.0
+    made_of: tuple[Stored, ...] = field(default=(), compare=False)
 
     def of(self, leaf: str, *inner: int, **changes: Any) -> "Part":
         """The tensor ``leaf`` of a projection, with further axes ``inner``."""
@@ -229,7 +237,8 @@ def _quantised(recipe: Recipe, leaf: str, dtype: str, layout: QuantLayout) -> Re
         if leaf == "values":
             return replace(tensor, factor=1.0)
         name = tensor.name + {"scale": SCALE, "offset": OFFSET}[leaf]
-        return replace(tensor, name=name, shape=(tensor.shape[0], layout.parts * layout.groups))
+        shape = tensor.shape[0], layout.parts * layout.groups
+        return replace(tensor, name=name, shape=shape, made_of=())
 
     stacks = recipe.stacks if leaf == "values" else ()
     parts = tuple(map(part_of, recipe.parts))

@@ -5,7 +5,7 @@ experts of a layer are two stacks of matrices, which one kernel each multiplies 
 chose them. Their sums go to the next norm, which adds them.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -48,6 +48,7 @@ class MixtureConfig(ModelConfig):
     dense_layers: tuple[int, ...] = ()  # layers with a plain feed-forward
     num_nextn_predict_layers: int = 0  # modules for multi-token prediction
     enable_return_routed_experts: bool = False  # keep them for each token, see models/routes.py
+    has_packed_experts: bool = False  # their matrices are MXFP4
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -93,8 +94,8 @@ class Experts(nnx.Module):
         self.router = weight(router, (count, size), dtype, stddev=size**-0.5, stacks=stacks)
         bias = partial(weight, f"{at}gate.e_score_correction_bias", (count,), jnp.float32)
         self.correction = bias() if config.has_correction_bias else None
-        self.gate_up = _stack(kind, at, size, count, gate_proj=inner, up_proj=inner)
-        self.down = _stack(kind, at, inner, count, down_proj=size)
+        self.gate_up = self.stack(at, size, gate_proj=inner, up_proj=inner)
+        self.down = self.stack(at, inner, down_proj=size)
         width = config.shared_expert_intermediate_size
         shared = partial(MLP, config, kind, at, inner=width, module="shared_expert")
         self.shared = shared() if width else None
@@ -109,9 +110,8 @@ class Experts(nnx.Module):
         """
         config, implementation = self.config, self.kind.implementation
         rows = x.reshape(-1, x.shape[-1])
-        how: dict[str, Any] = {"is_transposed": True, "implementation": implementation}
         experts, weights = choose_experts(
-            plain_dot(rows, self.router[...], jnp.float32, **how),
+            self.logits(rows),
             config.num_experts_per_tok,
             scoring=config.scoring,
             bias=None if self.correction is None else self.correction[...],
@@ -123,22 +123,22 @@ class Experts(nnx.Module):
             implementation=implementation,
         )
         self.chosen = nnx.Intermediate(experts)  # which CausalLM takes out of the layer
-        count = config.num_experts
-        gate_up, in_scale = _split(self.gate_up[...], count)
-        down, out_scale = _split(self.down[...], count)
+        (gate_up, in_scale), (down, out_scale) = self.matrices()
         sums = grouped_experts(
             rows,
             experts,
             weights,
             gate_up,
             down,
-            activation=Gated(config.activation),
+            activation=self.activation,
             scales=None if in_scale is None or out_scale is None else (in_scale, out_scale),
+            biases=self.biases,
             implementation=implementation,
         )
         if self.shared is not None:
             shared = whole(self.shared(rows), 2, x.dtype)
             if self.shared_gate is not None:
+                how: dict[str, Any] = {"is_transposed": True, "implementation": implementation}
                 gate = plain_dot(rows, self.shared_gate[...], jnp.float32, **how)
                 shared = (shared.astype(jnp.float32) * jax.nn.sigmoid(gate)).astype(x.dtype)
             sums = jnp.concatenate([sums, shared.astype(sums.dtype)[None]])
@@ -146,6 +146,48 @@ class Experts(nnx.Module):
         if len(sums) == 1 or len(rows) > MAX_FLOAT32_ROWS:
             return ordered_sum(sums.astype(jnp.float32)).astype(x.dtype).reshape(x.shape)
         return sums.reshape(len(sums), *x.shape)
+
+    def logits(self, rows: Array) -> Array:
+        """Those of the router, f32 ``[R, E]``."""
+        how: dict[str, Any] = {"is_transposed": True, "implementation": self.kind.implementation}
+        return plain_dot(rows, self.router[...], jnp.float32, **how)
+
+    @property
+    def activation(self) -> Callable[[Array, Array], Array]:
+        """Maps gates and ups to the inputs of the second product; it is hashable."""
+        return Gated(self.config.activation)
+
+    @property
+    def biases(self) -> tuple[Array, Array] | None:
+        """Those of gates and ups ``[E, 2 I]``, and of outputs ``[E, D]``."""
+        return None
+
+    def matrices(self) -> Sequence[tuple[Array, Array | None]]:
+        """The matrices ``[E, out, in]`` of each product and, if they have some, their scales."""
+        return [_split(x[...], self.config.num_experts) for x in (self.gate_up, self.down)]
+
+    def stack(self, at: str, in_size: int, **outputs: int) -> Any:
+        """Declare projections of all experts, with their numbers of outputs: ``[E * out, in]``."""
+        kind, count, stacks = self.kind, self.config.num_experts, list[tuple[str, ...]]()
+        stacks += [(prefix + x,) for x in _STACKED[*outputs] for prefix in (at, kind.tensor(at))]
+        stacks.append(tuple(f"{at}experts.{x}.weight" for x in outputs))  # GGUF files
+        names = [kind.tensor(f"{at}experts.{i}.{x}") for i in range(count) for x in outputs]
+        sizes = [*outputs.values()] * count
+        parts = (Part(f"{x}.weight", (n, in_size)) for x, n in zip(names, sizes, strict=True))
+        return matrix(tuple(parts), kind, in_size, stacks=tuple(stacks))
+
+
+def matrix(stored: tuple[Part, ...], kind: LayerKind, in_size: int, **options: Any) -> Any:
+    """Declare a matrix ``[out, in]`` for the kernels of experts, quantised as layers are.
+
+    ``options`` are those of the recipe.
+    """
+    out_size = sum(part.shape[0] for part in stored)
+    dtypes = kind.dtypes.without(*(part.name.removesuffix(".weight") for part in stored))
+    shape: Any = jax.ShapeDtypeStruct((out_size, in_size), dtypes.activations)
+    if dtypes.quantization is not None:
+        shape = abstract_kernel(in_size, out_size, dtypes, num_parts=1)
+    return nnx.Param(shape, recipe=Recipe(stored, **options), split=None, stddev=in_size**-0.5)
 
 
 def mean_distinct(config: ModelConfig, routes: Sequence[Array]) -> Array | None:
@@ -191,22 +233,6 @@ _STACKED = {
     ("gate_proj", "up_proj"): ("experts.gate_up_proj", "input_linear.weight"),
     ("down_proj",): ("experts.down_proj", "output_linear.weight"),
 }
-
-
-def _stack(kind: LayerKind, at: str, in_size: int, count: int, **outputs: int) -> Any:
-    """Declare projections of all experts, with their numbers of outputs: ``[E * out, in]``."""
-    stacks: list[tuple[str, ...]]
-    stacks = [(prefix + x,) for x in _STACKED[*outputs] for prefix in (at, kind.tensor(at))]
-    stacks.append(tuple(f"{at}experts.{x}.weight" for x in outputs))  # GGUF files
-    names = [kind.tensor(f"{at}experts.{i}.{x}") for i in range(count) for x in outputs]
-    sizes = [*outputs.values()] * count
-    parts = (Part(f"{x}.weight", (n, in_size)) for x, n in zip(names, sizes, strict=True))
-    dtypes, stddev = kind.dtypes.without(*names), in_size**-0.5
-    shape: Any = jax.ShapeDtypeStruct((sum(sizes), in_size), dtypes.activations)
-    if dtypes.quantization is not None:
-        shape = abstract_kernel(in_size, sum(sizes), dtypes, num_parts=1)
-    recipe = Recipe(tuple(parts), stacks=tuple(stacks))
-    return nnx.Param(shape, recipe=recipe, split=None, stddev=stddev)
 
 
 def refusals(config: ModelConfig, device: jax.Device, *, deterministic: bool) -> Iterator[str]:

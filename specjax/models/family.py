@@ -87,6 +87,7 @@ class Family:
     config: type[ModelConfig] = ModelConfig
     defaults: Mapping[str, Any] = field(default_factory=dict)  # keys that config.json may omit
     gguf: GGUF | None = None  # None: GGUF files are refused
+    quant_methods: tuple[str, ...] = ()  # of quantization_config, which ``read`` reads itself
     modules: Modules = Modules()
 
 

@@ -13,6 +13,7 @@ from specjax.config import ModelConfig
 from specjax.models.family import Family
 from specjax.models.gemma import GEMMA, GEMMA2, GEMMA3
 from specjax.models.glm import GLM, GLM4
+from specjax.models.gpt_oss import GPT_OSS
 from specjax.models.layers import LayerKind
 from specjax.models.llama import GRANITE, LLAMA, MINISTRAL, MINISTRAL3, MISTRAL
 from specjax.models.mixtures import (
@@ -53,6 +54,7 @@ FAMILIES: dict[str, Family] = {
     "olmoe": OLMOE,
     "granitemoe": GRANITE_MOE,
     "glm4_moe": GLM4_MOE,
+    "gpt_oss": GPT_OSS,
     "qwen3_5_text": QWEN35,
     "qwen3_5_moe_text": QWEN35_MOE,
 }
@@ -69,7 +71,7 @@ HOW_TO_ADD = "docs/models.md shows how to add a model family"
 UNKNOWN = f"must be one of {sorted({*FAMILIES, *WRAPPERS})}; {HOW_TO_ADD}"
 # what is missing for families that people ask for
 _REASONS = {
-    "mixtures of experts of another kind": "deepseek_v2 deepseek_v3 ernie4_5_moe gpt_oss llama4 "
+    "mixtures of experts of another kind": "deepseek_v2 deepseek_v3 ernie4_5_moe llama4 "
     "llama4_text phimoe",
     "recurrent layers of another kind": "bamba falcon_h1 falcon_mamba granitemoehybrid jamba lfm2 "
     "mamba mamba2 nemotron_h qwen3_next recurrent_gemma zamba2",

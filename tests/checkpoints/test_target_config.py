@@ -124,7 +124,7 @@ def test_families(tmp_path: Path, changes: dict[str, Any], expected: dict[str, A
     [
         ({"model_type": "gpt9"}, r"model_type='gpt9' must be one of .*'gemma', .*'llama', "),
         (
-            {"model_type": "gpt_oss"},
+            {"model_type": "ernie4_5_moe"},
             "needs mixtures of experts of another kind, which ",
         ),
         ({"model_type": "cohere2"}, "needs LayerNorm layers, which are not supported yet"),

@@ -77,6 +77,7 @@ def dense_attend(positions: np.ndarray, *, is_causal: bool = True) -> Attend:
         v: jax.Array,
         window: int | None = None,
         softcap: float | None = None,
+        sinks: jax.Array | None = None,
     ) -> tuple[Cache, jax.Array]:
         keys, values = (
             old.at[rows, positions].set(new) for old, new in zip(cache[layer], (k, v), strict=True)
@@ -97,7 +98,12 @@ def dense_attend(positions: np.ndarray, *, is_causal: bool = True) -> Attend:
         scores = scores * q.shape[-1] ** -0.5
         scores = scores if softcap is None else softcap * jnp.tanh(scores / softcap)
         scores = jnp.where(visible[:, None], scores, -jnp.inf)
-        weights = jax.nn.softmax(scores, axis=-1)
+        most = scores.max(axis=-1, keepdims=True)
+        weights = jnp.exp(scores - most)
+        total = weights.sum(axis=-1, keepdims=True)
+        if sinks is not None:  # a key of value 0, whose score is that of its head
+            total += jnp.exp(sinks[:, None, None] - most)
+        weights /= total
         out = jnp.einsum("bnts,bsnh->btnh", weights, wide_values, precision="highest")
         return {**cache, layer: (keys, values)}, out.astype(dtype)
 

@@ -146,6 +146,19 @@ MIXTURES = {
             **rope(1e6, partial_rotary_factor=0.5),
         },
     ),
+    "gpt_oss": (
+        "GptOssConfig",
+        {
+            "hidden_size": 64,
+            "intermediate_size": 64,
+            "head_dim": 16,
+            "sliding_window": 12,
+            "swiglu_limit": 1.5,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            **rope(150000.0, **YARN, truncate=False),
+        },
+    ),
     "qwen3_5_moe": (
         "Qwen3_5MoeTextConfig",
         {

@@ -1,0 +1,150 @@
+"""gpt-oss: experts with biases and a clamped activation, sinks, windows in every other layer.
+
+Files have the gates and ups of all experts in one tensor, in turn: rows 0, 2, 4 are gates. GGUF
+files have them apart.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from specjax.config import Scale
+from specjax.json_file import Fields, PositiveSize
+from specjax.models.declare import Part, Stored, weight
+from specjax.models.experts import Experts, MixtureConfig, matrix, mixture_layers, read_experts
+from specjax.models.family import Family, attention_biases, layer_windows
+from specjax.models.layers import LayerKind
+
+
+@dataclass(frozen=True, kw_only=True)
+class GptOssConfig(MixtureConfig):
+    """A mixture whose experts have a clamped activation."""
+
+    swiglu_limit: Scale = 7.0  # of gates, and of ups in both directions
+    swiglu_alpha: Scale = 1.702  # multiplies gates inside the sigmoid
+
+
+@dataclass(frozen=True)
+class Clamped:
+    """The activation ``(up + 1) * gate * sigmoid(alpha * gate)`` of clamped gates and ups."""
+
+    limit: float
+    alpha: float
+
+    def __call__(self, gate: Array, up: Array) -> Array:
+        gate, up = jnp.minimum(gate, self.limit), jnp.clip(up, -self.limit, self.limit)
+        return (up + 1.0) * gate * jax.nn.sigmoid(self.alpha * gate)
+
+
+@lru_cache(maxsize=4)  # layers share an order
+def _gates_first(count: int, inner: int) -> np.ndarray:
+    """The order of stored rows ``[E * 2 I]``, in which gates and ups take turns."""
+    rows = np.arange(2 * count * inner).reshape(count, inner, 2).swapaxes(1, 2).reshape(-1)
+    rows.flags.writeable = False
+    return rows
+
+
+class _Form(NamedTuple):
+    """How a kind of files stores a tensor of all experts."""
+
+    ending: str  # of its name
+    inner: tuple[int, ...]  # the axes of a row
+    convert: Callable[[np.ndarray], np.ndarray] | None = None  # to the rows of a weight
+    is_transposed: bool = False
+
+    def rows(self, *tensors: np.ndarray) -> np.ndarray:
+        """Rows of tensors ``[E, out, *inner]``, those of two in turn: ``[E * out, ...]``."""
+        converted = [x if self.convert is None else self.convert(x) for x in tensors]
+        if self.is_transposed:
+            converted = [x.swapaxes(1, 2) for x in converted]
+        joined = converted[0] if len(tensors) == 1 else np.stack(converted, axis=2)
+        return joined.reshape(-1, *converted[0].shape[2:])
+
+
+def _part(
+    at: str, count: int, outputs: Mapping[str, int], columns: int | None, files: _Form, gguf: _Form
+) -> Part:
+    """A tensor of all experts, as directories and GGUF files have it."""
+    size, (first, *others) = sum(outputs.values()), outputs
+    name = f"{at}experts.{'gate_up_proj' if others else first}{files.ending}"
+    shape = (count, *files.inner, size) if files.is_transposed else (count, size, *files.inner)
+    shapes = {f"{at}experts.{x}{gguf.ending}": (count, n, *gguf.inner) for x, n in outputs.items()}
+    return Part(
+        name,
+        (count * size,) if columns is None else (count * size, columns),
+        _gates_first(count, outputs[first]) if others else None,
+        made_of=(Stored({name: shape}, files.rows), Stored(shapes, gguf.rows)),
+    )
+
+
+class BiasedExperts(Experts):
+    """Experts whose router and projections have biases."""
+
+    config: GptOssConfig
+
+    def __init__(self, config: GptOssConfig, kind: LayerKind, at: str) -> None:
+        super().__init__(config, kind, at)
+        count, dtype, at = config.num_experts, kind.dtypes.activations, f"{at}mlp."
+        self.router_bias = weight(f"{kind.tensor(f'{at}gate')}.bias", (count,), dtype)
+        forms = None, _Form("_bias", ()), _Form(".bias", ())
+
+        def bias(**outputs: int) -> Any:
+            part = _part(at, count, outputs, *forms)
+            return weight((part,), part.shape, dtype)
+
+        inner = config.moe_intermediate_size
+        self.gate_up_bias = bias(gate_proj=inner, up_proj=inner)
+        self.down_bias = bias(down_proj=config.hidden_size)
+
+    def stack(self, at: str, in_size: int, **outputs: int) -> Any:
+        """Declare projections of all experts, with their numbers of outputs: ``[E * out, in]``."""
+        forms = _Form("", (in_size,), is_transposed=True), _Form(".weight", (in_size,))
+        part = _part(at, self.config.num_experts, outputs, in_size, *forms)
+        return matrix((part,), self.kind, in_size)
+
+    def logits(self, rows: Array) -> Array:
+        """Those of the router, f32 ``[R, E]``."""
+        return super().logits(rows) + self.router_bias[...].astype(jnp.float32)
+
+    @property
+    def activation(self) -> Clamped:
+        return Clamped(self.config.swiglu_limit, self.config.swiglu_alpha)
+
+    @property
+    def biases(self) -> tuple[Array, Array]:
+        count = self.config.num_experts
+        gate_up, down = self.gate_up_bias[...], self.down_bias[...]
+        return gate_up.reshape(count, -1), down.reshape(count, -1)
+
+
+def _layers(config: Any, **differences: Any) -> tuple[LayerKind, ...]:
+    options: dict[str, Any] = {"sinks": True, "renamed": (("gate", "router"),), **differences}
+    kinds = mixture_layers(config, **options)
+    return tuple(replace(kind, feed_forward=BiasedExperts) for kind in kinds)
+
+
+def _read(config: Fields) -> dict[str, Any]:
+    windows = layer_windows(config, lambda i: i % 2 == 0)
+    own = {
+        "swiglu_limit": config.get("swiglu_limit", Scale, 7.0),
+        "swiglu_alpha": config.get("swiglu_alpha", Scale, 1.702),
+        "moe_intermediate_size": config.get("intermediate_size", PositiveSize),
+    }
+    # a softmax over the chosen experts
+    return windows | attention_biases(config) | read_experts(config, **own, norm_topk_prob=True)
+
+
+GPT_OSS = Family(
+    architecture="GptOssForCausalLM",
+    read=_read,
+    layers=_layers,
+    config=GptOssConfig,
+    defaults={"rms_norm_eps": 1e-5, "rope_theta": 150000.0, "head_dim": 64}
+    | {"attention_bias": True, "sliding_window": 128},
+)
