@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
+from specjax.kernels import mxfp4
 from specjax.kernels.backend import (
     INVARIANT,
     load,
@@ -88,7 +89,8 @@ class ExpertTiles:
 class _Matrix(NamedTuple):
     """The matrices ``[E, outputs, inputs]`` of all experts, or that of one; arrays or references.
 
-    A scale is for ``group_size`` inputs of an output, of which the last group may have fewer.
+    A scale is for ``group_size`` inputs of an output, of which the last group may have fewer. Bytes
+    u8 are packed MXFP4: their halves are values of the first and of the last half of the inputs.
     """
 
     values: Any
@@ -96,8 +98,13 @@ class _Matrix(NamedTuple):
     biases: Any  # [E, outputs] or None
 
     @property
+    def halves(self) -> int:
+        """Number of values in an element of ``values``."""
+        return 2 if self.values.dtype == jnp.uint8 else 1
+
+    @property
     def group_size(self) -> int:
-        size, num_groups = self.values.shape[-1], self.num_groups
+        size, num_groups = self.halves * self.values.shape[-1], self.num_groups
         return power_of_two(pl.cdiv(size, num_groups)) if num_groups > 1 else size
 
     @property
@@ -111,7 +118,9 @@ class _Matrix(NamedTuple):
     def product(self, x: Array) -> Array:
         """Products f32 of rows ``[R, inputs]`` with the matrix of one expert, by XLA."""
         matrix = self.values.astype(jnp.float32)
-        if self.scales is not None:
+        if self.halves > 1:
+            matrix = mxfp4.unpacked(self.values, self.scales)
+        elif self.scales is not None:
             scales = jnp.repeat(self.scales.astype(jnp.float32), self.group_size, axis=1)
             matrix = matrix * scales[:, : matrix.shape[1]]
         sums = jnp.matmul(x.astype(jnp.float32), matrix.T, precision=jax.lax.Precision.HIGHEST)
@@ -228,27 +237,37 @@ def _products(
     implementation: str,
 ) -> list[Array]:
     """Products f32 ``[height, width]`` of rows with some outputs of an expert's matrix."""
-    depth = matrix.depth(x_ref.dtype.itemsize)
+    depth, size = matrix.depth(x_ref.dtype.itemsize), matrix.values.shape[2]
+    is_packed, is_scaled = matrix.halves > 1, matrix.num_groups > 1
     mask = jnp.broadcast_to(is_live[:, None], (len(rows), depth))
 
     def scale_of(columns: Array, group: Array | int) -> Array:
-        return matrix.scales[expert, columns, group].astype(jnp.float32)[None]
+        scale = matrix.scales[expert, columns, group]
+        return (mxfp4.quarters(scale) if is_packed else scale.astype(jnp.float32))[None]
 
     def step(i: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
         inputs = i * depth + jnp.arange(depth, dtype=jnp.int32)
-        lhs = load(x_ref.at[rows[:, None], inputs[None, :]], mask=mask, other=0.0)
-        totals = []
-        for total, columns in zip(sums, outputs, strict=True):
-            # scales are read before the product, which hides their latency
-            is_scaled = matrix.num_groups > 1
-            scale = scale_of(columns, i * depth // matrix.group_size) if is_scaled else None
-            rhs = matrix.values[expert, columns[:, None], inputs[None, :]]
-            product = row_dot(lhs, widen(rhs, lhs.dtype, implementation), transpose=True)
-            totals.append(total + (product if scale is None else product * scale))
+        totals, stored = list(sums), dict[int, Array]()
+        for half in range(matrix.halves):
+            start = half * size
+            lhs = load(x_ref.at[rows[:, None], start + inputs[None, :]], mask=mask, other=0.0)
+            for j, columns in enumerate(outputs):
+                # scales are read before the product, which hides their latency
+                group = (start + i * depth) // matrix.group_size
+                scale = scale_of(columns, group) if is_scaled else None
+                if half == 0:
+                    stored[j] = matrix.values[expert, columns[:, None], inputs[None, :]]
+                rhs = (
+                    mxfp4.fourfold(stored[j], half, lhs.dtype)
+                    if is_packed
+                    else widen(stored[j], lhs.dtype, implementation)
+                )
+                product = row_dot(lhs, rhs, transpose=True)
+                totals[j] += product if scale is None else product * scale
         return tuple(totals)
 
     zeros = jnp.zeros((len(rows), len(outputs[0])), jnp.float32)
-    sums = list(jax.lax.fori_loop(0, x_ref.shape[1] // depth, step, (zeros,) * len(outputs)))
+    sums = list(jax.lax.fori_loop(0, size // depth, step, (zeros,) * len(outputs)))
     for i, columns in enumerate(outputs):
         if matrix.scales is not None and matrix.num_groups == 1:
             sums[i] *= scale_of(columns, 0)
@@ -314,8 +333,11 @@ def _check(x: Array, experts: Array, weights: Array, *matrices: _Matrix) -> None
     shapes = (num_experts, num_outputs, size), (num_experts, size, num_outputs // 2)
     for name, shape, matrix in zip(("in", "out"), shapes, matrices, strict=True):
         (values, scales, biases), group = matrix, matrix.group_size
-        if values.shape != shape:
-            raise ValueError(f"w_{name} {values.shape} must be {shape}; x is {x.shape}")
+        stored = (*shape[:2], shape[2] // matrix.halves)
+        if matrix.halves > 1:
+            mxfp4.check_scales(f"w_{name}", shape, scales)
+        if values.shape != stored:
+            raise ValueError(f"w_{name} {values.shape} must be {stored}; x is {x.shape}")
         if values.dtype.itemsize == 1 and 2**31 <= values.size <= 2**32:
             # JAX uses 32-bit offsets up to 2**32 bytes, and Triton reads them as signed numbers
             raise ValueError(f"w_{name} has {values.size} values of 8 bits; the limit is 2**31 - 1")
@@ -352,10 +374,12 @@ def grouped_experts(
         weights: f32 ``[R, k]``, by which outputs are multiplied.
         w_in: ``[E, 2 I, D]``, the rows of gate before those of up. Values are cast to the dtype of
             ``x``, also those of 8 bits.
-        w_out: ``[E, D, I]``.
+        w_out: ``[E, D, I]``. Values u8 of both are MXFP4 (:mod:`specjax.kernels.mxfp4`), of which
+            the last axis has half as many.
         activation: maps gate and up, f32 of equal shape, to f32. It must be hashable.
         scales: of ``w_in`` and ``w_out``, ``[E, outputs, G]``. A scale is for all inputs if G is 1,
-            and otherwise for 2^n inputs, of which the last group may have fewer.
+            and otherwise for 2^n inputs, of which the last group may have fewer. Those of MXFP4 are
+            u8, for 32 inputs.
         biases: of ``w_in`` and ``w_out``, ``[E, 2 I]`` and ``[E, D]``. The weights multiply the
             latter too.
         tiles: launch shape of the Pallas kernels; ``None`` chooses one.
@@ -377,7 +401,7 @@ def grouped_experts(
     matrix_in, matrix_out = (_Matrix(*matrix) for matrix in zip(*leaves, strict=True))
     _check(x, experts, weights, matrix_in, matrix_out)
     (num_rows, size), (num_slots, top_k) = x.shape, (experts.size, experts.shape[1])
-    num_experts, _, inner = w_out.shape
+    num_experts, inner = len(w_out), w_in.shape[1] // 2
     fits = size % 16 == inner % 16 == 0
     if is_invariant and not fits:
         raise ValueError(f"{size=} and {inner=} of experts must be multiples of 16")
@@ -408,7 +432,7 @@ def grouped_experts(
         num_tiles, lanes = out.shape[-1] // width, tiles.lanes
         # bytes per loop step: rows, and columns of the matrix, of which gate and up are two
         step_bytes = matrix.values.shape[1] // num_tiles * matrix.values.dtype.itemsize
-        step_bytes += tiles.height * x.dtype.itemsize
+        step_bytes += tiles.height * x.dtype.itemsize * matrix.halves
         step_bytes *= matrix.depth(x.dtype.itemsize)
         return triton_call(
             partial(body, tiles=tiles, implementation=implementation),

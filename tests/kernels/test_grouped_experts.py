@@ -1,6 +1,7 @@
 """Experts of mixtures, compared with a loop over rows; rows of a batch, compared with one alone."""
 
 from functools import cache, partial
+from itertools import product
 from typing import NamedTuple
 
 import jax
@@ -30,7 +31,8 @@ class Case(NamedTuple):
     experts: int
     hidden: int
     inner: int
-    scales: str = "none"  # "channel", or "groups" of 128 inputs, of 8-bit floats
+    # "channel", or "groups" of 128 inputs, of 8-bit floats; "mxfp4": 4-bit values, groups of 32
+    scales: str = "none"
     routing: str = "random"  # "one" expert for all rows; "padded": the last two rows choose none
     has_biases: bool = False
 
@@ -44,6 +46,8 @@ CASES = [
     Case(5, 2, 6, 160, 96, "channel"),
     Case(1, 2, 16, 288, 144, "groups", has_biases=True),
     Case(20, 2, 8, 288, 144, "groups", routing="padded"),
+    Case(20, 2, 8, 192, 64, "mxfp4", routing="padded", has_biases=True),
+    Case(2, 3, 6, 64, 320, "mxfp4"),
     Case(300, 4, 8, 96, 80),
     Case(12, 2, 4, 40, 24, has_biases=True),  # sizes that XLA computes
 ]
@@ -64,7 +68,11 @@ def draw(case: Case, dtype: str = "float32") -> Arrays:
     shapes = (case.experts, 2 * case.inner, case.hidden), (case.experts, case.hidden, case.inner)
     matrices = [rng.standard_normal(shape) / shape[2] ** 0.5 for shape in shapes]
     scales = biases = None
-    if case.scales != "none":
+    if case.scales == "mxfp4":
+        matrices = [rng.integers(256, size=(*s[:2], s[2] // 2), dtype=np.uint8) for s in shapes]
+        powers = [rng.integers(121, 125, (*s[:2], s[2] // 32), np.uint8) for s in shapes]
+        scales = tuple(powers)
+    elif case.scales != "none":
         groups = [1 if case.scales == "channel" else -(-shape[2] // 128) for shape in shapes]
         scales = tuple(
             rng.uniform(0.5, 2, (*shape[:2], count)).astype(np.float32)
@@ -72,7 +80,7 @@ def draw(case: Case, dtype: str = "float32") -> Arrays:
         )
     if case.has_biases:
         biases = tuple(rng.standard_normal(shape[:2]).astype(np.float32) for shape in shapes)
-    stored = dtype if scales is None else "float8_e4m3fn"
+    stored = {"none": dtype, "mxfp4": "uint8"}.get(case.scales, "float8_e4m3fn")
     w_in, w_out = (np.asarray(jnp.asarray(matrix, stored)) for matrix in matrices)
     order = np.argsort(rng.random((case.rows, case.experts)), axis=1)
     experts = order[:, : case.top_k].astype(np.int32)
@@ -86,10 +94,19 @@ def draw(case: Case, dtype: str = "float32") -> Arrays:
     return Arrays(x, experts, weights, w_in, w_out, scales, biases)
 
 
+def values_of(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """Values f64 ``[..., K]`` of packed MXFP4, by a table."""
+    table = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    values = np.concatenate([table, -table])[np.concatenate([codes & 15, codes >> 4], axis=-1)]
+    return values * np.repeat(2.0 ** (scales.astype(np.float64) - 127), 32, axis=-1)
+
+
 def brute_force(arrays: Arrays, activation) -> np.ndarray:
     """A loop over rows and their choices in float64; hidden values have the dtype of x."""
     x, experts, weights, *matrices, scales, biases = arrays
     wide = [matrix.astype(np.float64) for matrix in matrices]
+    if matrices[0].dtype == np.uint8:
+        wide, scales = list(map(values_of, matrices, scales)), None
     for i, values in enumerate(scales or ()):
         size = 128 if values.shape[2] > 1 else wide[i].shape[2]
         wide[i] *= np.repeat(values, size, axis=2)[..., : wide[i].shape[2]]
@@ -141,7 +158,7 @@ def test_equals_a_loop_over_rows(case, activation, run):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("run", RUNS)
-@pytest.mark.parametrize("case", [CASES[0], CASES[7]], ids=str)
+@pytest.mark.parametrize("case", [CASES[0], CASES[7], CASES[8]], ids=str)
 def test_bfloat16(case, run):
     arrays = draw(case, "bfloat16")
     expected = brute_force(arrays, swiglu)
@@ -151,12 +168,11 @@ def test_bfloat16(case, run):
 
 @pytest.mark.parametrize("run", RUNS[1:])
 @pytest.mark.parametrize("rows", [slice(7, 8), slice(20, 23), slice(21, 38)], ids=str)
-@pytest.mark.parametrize("scales", ["none", "channel", "groups"])
+@pytest.mark.parametrize("scales", ["none", "channel", "groups", "mxfp4"])
 def test_a_row_has_the_same_bits_in_any_batch(scales, rows, run):
     """The slots of one row are a group each; those of more rows are grouped by expert."""
-    arrays = draw(
-        Case(40, 2, 8, 160 if scales == "groups" else 96, 32, scales, "padded"), "bfloat16"
-    )
+    sizes = {"groups": (160, 32), "mxfp4": (192, 64)}.get(scales, (96, 32))
+    arrays = draw(Case(40, 2, 8, *sizes, scales, "padded"), "bfloat16")
     batch = compute(arrays, run)
     alone = compute(rows_of(arrays, rows), run)
     assert alone.any(axis=2).all()
@@ -194,15 +210,24 @@ QWEN3, GPT_OSS = (128, 8, 2048, 768), (32, 4, 2880, 2880)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("scales", ["none", "groups"])
-@pytest.mark.parametrize("shape", [QWEN3, GPT_OSS], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "scales"),
+    [*product((QWEN3, GPT_OSS), ("none", "groups")), (GPT_OSS, "mxfp4")],
+    ids=str,
+)
 def test_bits_of_real_layers_do_not_depend_on_the_number_of_rows(shape, scales):
     """Rows select the form of groups and the height of tiles, from 16 to 128."""
     num, top_k, size, inner = shape
     shapes, keys = ((num, 2 * inner, size), (num, size, inner)), jax.random.split(jax.random.key(0))
     matrices = [jax.random.normal(k, s, "bfloat16") for k, s in zip(keys, shapes, strict=True)]
     options = {}
-    if scales == "groups":
+    if scales == "mxfp4":
+        matrices = [
+            jax.random.bits(k, (*s[:2], s[2] // 2), "uint8")
+            for k, s in zip(keys, shapes, strict=True)
+        ]
+        options["scales"] = tuple(jnp.full((*s[:2], s[2] // 32), 120, "uint8") for s in shapes)
+    elif scales == "groups":
         matrices = [matrix.astype("float8_e4m3fn") for matrix in matrices]
         options["scales"] = tuple(
             jax.random.uniform(k, (*s[:2], -(-s[2] // 128)), minval=0.5) / s[2] ** 0.5
@@ -242,15 +267,20 @@ def test_bits_of_real_layers_do_not_depend_on_the_number_of_rows(shape, scales):
         (2, GPT_OSS, "none", True),
         (64, GPT_OSS, "none", True),
         (2048, GPT_OSS, "groups", True),
+        (1, GPT_OSS, "mxfp4", True),
+        (64, GPT_OSS, "mxfp4", True),
+        (4096, GPT_OSS, "mxfp4", True),
     ],
 )
 def test_lowers_for_cuda(rows, shape, scales, has_biases):
     num, top_k, size, inner = shape
     spec = jax.ShapeDtypeStruct
-    dtype = jnp.bfloat16 if scales == "none" else jnp.float8_e4m3fn
+    dtype = {"none": jnp.bfloat16, "mxfp4": jnp.uint8}.get(scales, jnp.float8_e4m3fn)
     shapes = (num, 2 * inner, size), (num, size, inner)
     options = {}
-    if scales != "none":
+    if scales == "mxfp4":
+        options["scales"] = tuple(spec((*s[:2], s[2] // 32), jnp.uint8) for s in shapes)
+    elif scales != "none":
         groups = (1 if scales == "channel" else -(-s[2] // 128) for s in shapes)
         options["scales"] = tuple(
             spec((*s[:2], count), jnp.float32) for s, count in zip(shapes, groups, strict=True)
@@ -264,7 +294,7 @@ def test_lowers_for_cuda(rows, shape, scales, has_biases):
             spec((rows, size), jnp.bfloat16),
             spec(choices, jnp.int32),
             spec(choices, jnp.float32),
-            *(spec(s, dtype) for s in shapes),
+            *(spec((*s[:2], s[2] // (1 + (scales == "mxfp4"))), dtype) for s in shapes),
         ),
         options,
     )
@@ -280,6 +310,10 @@ def test_lowers_for_cuda(rows, shape, scales, has_biases):
         ({"w_in": np.zeros((8, 320, 64), np.float32)}, r"w_in \(8, 320, 64\) must be"),
         ({"w_out": np.zeros((8, 96, 80), np.float32)}, r"w_out .* must be \(8, 96, 160\)"),
         ({"scales": (np.ones((8, 320, 1)), np.ones((8, 96, 7)))}, r"scales \(8, 96, 7\) of w_out"),
+        (
+            {"w_in": np.ones((8, 320, 48), np.uint8)},
+            r"w_in \(8, 320, 96\) in MXFP4 needs 64 n inputs",
+        ),
         ({"biases": (np.ones((8, 320)), np.ones((8, 160)))}, r"biases \(8, 160\) of w_out"),
     ],
 )

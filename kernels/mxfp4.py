@@ -1,0 +1,104 @@
+"""MXFP4: values of 4 bits (e2m1), of which 32 neighbours share a power of two (E8M0).
+
+Packed for kernels, byte c of a row with K values has value c in its low half and value c + K / 2 in
+its high half: both halves multiply neighbouring inputs, so no value moves to another lane. K is a
+multiple of 64, so that the values of a scale are in the same half. Source: OCP Microscaling Formats
+(MX), version 1.0.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+GROUP = 32  # values with the same scale
+SPREAD = 8.5625**0.5  # root mean square of all 16 values
+_NAN = 255  # a scale
+
+
+def fourfold(codes: Array, half: int, dtype: jnp.dtype | type) -> Array:
+    """Four times the values in a half of packed bytes u8, exact in any dtype of products.
+
+    The code's three low bits, as last bits of the exponent of 2 and first bit of the mantissa, give
+    g = 2, 3, 4, 6, 8, 12, 16 and 24. Four times the values are 0, 2, 4, 6, 8, 12, 16, 24, which is
+    min(g, 2 g - 4). There are no subnormal numbers, which a device may flush, and no integers to
+    convert, which takes longer.
+    """
+    bits = codes.astype(jnp.int32)
+    low, sign = (bits << (22 - 4 * half)) & (7 << 22), (bits << (28 - 4 * half)) & -(2**31)
+    size = jax.lax.bitcast_convert_type(low | 0x40000000, jnp.float32)
+    size = jnp.minimum(size, 2.0 * size - 4.0)
+    signed = jax.lax.bitcast_convert_type(size, jnp.int32) | sign
+    return jax.lax.bitcast_convert_type(signed, jnp.float32).astype(dtype)
+
+
+def quarters(scales: Array) -> Array:
+    """A quarter of the powers of two f32 that scales u8 are; of the three smallest, 0."""
+    exponents = jnp.maximum(scales.astype(jnp.int32) - 2, 0)
+    return jax.lax.bitcast_convert_type(exponents << 23, jnp.float32)
+
+
+def unpacked(codes: Array, scales: Array) -> Array:
+    """Values f32 ``[..., K]`` of packed u8 ``[..., K / 2]`` with scales u8 ``[..., K / 32]``."""
+    values = jnp.concatenate([fourfold(codes, half, jnp.float32) for half in range(2)], axis=-1)
+    return values * jnp.repeat(quarters(scales), GROUP, axis=-1)
+
+
+def check_scales(name: str, shape: tuple[int, ...], scales: Array | None) -> None:
+    """Raise ValueError if a matrix ``[..., K]`` cannot be packed with these scales."""
+    expected = (*shape[:-1], shape[-1] // GROUP)
+    if shape[-1] % (2 * GROUP) or scales is None or scales.shape != expected:
+        raise ValueError(
+            f"{name} {shape} in MXFP4 needs {2 * GROUP} n inputs and scales {expected}; they are "
+            f"{None if scales is None else scales.shape}"
+        )
+
+
+def _packed(
+    blocks: np.ndarray, merge: Callable[[np.ndarray, np.ndarray], np.ndarray]
+) -> np.ndarray:
+    """Pack blocks ``[E, ..., K / 32, bytes]``, of which ``merge`` joins those of both halves."""
+    *shape, count, _ = blocks.shape
+    if blocks.dtype != np.uint8 or count % 2:
+        raise ValueError(
+            f"blocks are {blocks.dtype}, {count} per row; they must be uint8, and even"
+        )
+    out = np.empty((*shape, count * GROUP // 2), np.uint8)
+    for packed, each in zip(out, blocks, strict=True):  # temporary arrays are those of an expert
+        packed[...] = merge(each[..., : count // 2, :], each[..., count // 2 :, :]).reshape(
+            packed.shape
+        )
+    return out
+
+
+def pack(blocks: np.ndarray) -> np.ndarray:
+    """Pack u8 ``[E, ..., K / 32, 16]``, whose byte b has the values 2 b (low) and 2 b + 1."""
+
+    def merge(first: np.ndarray, second: np.ndarray) -> np.ndarray:
+        return np.stack([first & 15 | second << 4, first >> 4 | second & 0xF0], axis=-1)
+
+    return _packed(blocks, merge)
+
+
+def pack_ggml(blocks: np.ndarray) -> np.ndarray:
+    """Pack u8 ``[E, ..., K / 32, 17]``: after a scale, byte j has values j (low) and j + 16."""
+
+    def merge(first: np.ndarray, second: np.ndarray) -> np.ndarray:
+        first, second = first[..., 1:], second[..., 1:]
+        return np.concatenate([first & 15 | second << 4, first >> 4 | second & 0xF0], axis=-1)
+
+    return _packed(blocks, merge)
+
+
+def scales_of(scales: np.ndarray) -> np.ndarray:
+    """Check scales u8; raises ValueError if one is NaN."""
+    if scales.dtype != np.uint8 or (scales == _NAN).any():
+        raise ValueError(f"scales are {scales.dtype}; they must be uint8, and not {_NAN} (NaN)")
+    return scales
+
+
+def ggml_scales(blocks: np.ndarray) -> np.ndarray:
+    """The scales ``[..., K / 32]`` of blocks u8 ``[..., K / 32, 17]``."""
+    return scales_of(blocks[..., 0])
