@@ -23,8 +23,8 @@ def fourfold(codes: Array, half: int, dtype: jnp.dtype | type) -> Array:
 
     The code's three low bits, as last bits of the exponent of 2 and first bit of the mantissa, give
     g = 2, 3, 4, 6, 8, 12, 16 and 24. Four times the values are 0, 2, 4, 6, 8, 12, 16, 24, which is
-    min(g, 2 g - 4). There are no subnormal numbers, which a device may flush, and no integers to
-    convert, which takes longer.
+    min(g, 2 g - 4). No number is subnormal, which a device may flush, and no integer is
+    converted, which takes longer.
     """
     bits = codes.astype(jnp.int32)
     low, sign = (bits << (22 - 4 * half)) & (7 << 22), (bits << (28 - 4 * half)) & -(2**31)

@@ -106,7 +106,7 @@ def parse_arguments(name: str, argv: Sequence[str]) -> Namespace:
 
 
 # names of the stacked weights of experts
-_EXPERTS = re.compile(r"\.mlp\.(gate_up|down)(\.(values|scale))?$")
+_EXPERTS = re.compile(r"\.mlp\.(gate_up|down)(\.values|[._]scale|_bias)?$")
 
 
 def floor_bytes(

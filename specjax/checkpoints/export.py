@@ -212,9 +212,11 @@ def _check_read_back(
 def published_target(config: ModelConfig) -> dict[str, Any]:
     """Return the ``config.json`` of a target whose family has no settings of its own."""
     values = dataclasses.asdict(config)
+    packed = {"quantization_config": {"quant_method": "mxfp4"}}
     return {
         **{name: values[ours] for name, ours in _PUBLISHED.items() if ours in values},
         **{name: values[name] for name in _SAME if name in values},
+        **(packed if values.get("has_packed_experts") else {}),
         "model_type": config.model_type,
         "tie_word_embeddings": config.tie_word_embeddings,
         "eos_token_id": list(config.eos_token_ids),

@@ -82,6 +82,12 @@ class GGUFFile:
                 "does not support; use another GGUF file or a newer gguf"
             ) from error
 
+    def blocks(self, name: str) -> np.ndarray:
+        """The stored bytes u8 ``[..., blocks, bytes]`` of a tensor of a quantised type."""
+        shape, kind, _, data = self.tensors[name]
+        size, num_bytes = GGML_QUANT_SIZES[kind]
+        return data.reshape(*shape[:-1], shape[-1] // size, num_bytes)
+
     @property
     def quantised_types(self) -> list[str]:
         """Names of the types that :meth:`read` dequantises."""

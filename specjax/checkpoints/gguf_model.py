@@ -7,13 +7,13 @@ names that ``config.json`` has for them. A key that no family reads is refused.
 from typing import Any
 
 import numpy as np
-from gguf import MODEL_ARCH_NAMES, Keys, get_tensor_name_map
+from gguf import MODEL_ARCH_NAMES, GGMLQuantizationType, Keys, get_tensor_name_map
 
 from specjax.checkpoints.gguf import GGUFFile
 from specjax.checkpoints.gguf_tokenizer import eos_token_ids, token_id, with_default_ids
 from specjax.checkpoints.huggingface import layer_sizes
 from specjax.checkpoints.keys import ReadFields
-from specjax.checkpoints.tensors import TensorSource
+from specjax.checkpoints.tensors import TensorInfo, TensorSource
 from specjax.config import Count, Epsilon, ModelConfig, Rope, RopeScaling
 from specjax.json_file import PositiveSize, Size
 from specjax.models.decoder import CausalLM
@@ -95,9 +95,16 @@ def gguf_source(file: GGUFFile, config: ModelConfig) -> TensorSource:
     (arch,) = (number for number, name in MODEL_ARCH_NAMES.items() if name == stated.arch)
     map_name = get_tensor_name_map(arch, config.num_layers).get_name
     recipes = recipes_of(CausalLM, config)
-    names = [tensor.name for recipe in recipes.values() for tensor in recipe.parts]
+    parts = [part for recipe in recipes.values() for part in recipe.parts]
+    names = [part.name for part in parts]
     names += [x for recipe in recipes.values() for stack in recipe.stacks for x in stack]
-    named = {map_name(name, (".weight", ".bias")): name for name in reversed(names)}
+    names += [x for part in parts for made in part.made_of for x in made.shapes]
+
+    def gguf_name(name: str) -> str | None:
+        suffixes = ".weight", ".bias"
+        return map_name(name if name.endswith(suffixes) else f"{name}.weight", suffixes)
+
+    named = {gguf_name(name): name for name in reversed(names)}
     stored = {named[name]: name for name in file.tensors if name in named}
     if unknown := sorted(file.tensors.keys() - named.keys() - {_FREQUENCIES, *_FACTORS.values()}):
         name = unknown[0]
@@ -108,13 +115,26 @@ def gguf_source(file: GGUFFile, config: ModelConfig) -> TensorSource:
         for name, heads in (("q_proj", config.num_heads), ("k_proj", config.num_kv_heads)):
             rows[name] = rotated_rows(heads, config.head_dim, config.head_dim, interleaved=True)
 
+    is_packed = isinstance(config, MixtureConfig) and config.has_packed_experts
+    packed = {name for name in stored if is_packed and stored[name] in _packed_experts(file)}
+
+    def info_of(name: str) -> TensorInfo:
+        info = file.info(stored[name])
+        return (
+            info._replace(shape=file.blocks(stored[name]).shape, dtype="uint8")
+            if name in packed
+            else info
+        )
+
     def read(name: str) -> np.ndarray:
+        if name in packed:
+            return file.blocks(stored[name])
         array, module = file.read(stored[name]), name.split(".")[-2]
         if offset and module.endswith("norm"):
             return array - offset  # the converter adds it
         return array[rows[module]] if module in rows else array
 
-    return TensorSource(file.path, {name: file.info(stored[name]) for name in stored}, read)
+    return TensorSource(file.path, {name: info_of(name) for name in stored}, read)
 
 
 def gguf_config(file: GGUFFile, dtype: str) -> ModelConfig:
@@ -200,7 +220,16 @@ def _read_keys(file: GGUFFile, family: Family) -> _Keys:
     _state_windows(keys)
     _state_rope(file, keys, is_interleaved=family.gguf.interleaved)
     keys.values |= family.gguf.derive(keys)
+    if _packed_experts(file):
+        keys.values["quant_method"] = "mxfp4"
     return keys
+
+
+def _packed_experts(file: GGUFFile) -> set[str]:
+    """The matrices of experts, if all are MXFP4; else none."""
+    names = {name for name in file.tensors if name.endswith("_exps.weight")}
+    kinds = {file.tensors[name].kind for name in names}
+    return names if kinds == {GGMLQuantizationType.MXFP4} else set()
 
 
 def _state_windows(keys: _Keys) -> None:

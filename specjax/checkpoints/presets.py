@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from specjax.checkpoints.block import DFLASH_SPECULATORS, DSPARK_SPECULATORS
 from specjax.checkpoints.export import published_target, write_zeros
 from specjax.config import BlockConfig, DraftConfig, ModelConfig, RopeScaling
 from specjax.models.experts import MixtureConfig
+from specjax.models.gpt_oss import GptOssConfig
 from specjax.models.qwen35 import Qwen35Config
 
 _LLAMA31_8B: dict[str, Any] = {
@@ -50,6 +52,44 @@ QWEN3_30B_A3B = MixtureConfig(
     moe_intermediate_size=768,
     **_QWEN3_30B,
 )
+_GPT_OSS: dict[str, Any] = {
+    "vocab_size": 201088,
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_heads": 64,
+    "num_kv_heads": 8,
+    "head_dim": 64,
+    "rope_theta": 150000.0,
+    "max_position_embeddings": 131072,
+    "dtype": "bfloat16",
+}
+
+
+def _gpt_oss(num_layers: int, num_experts: int) -> tuple[GptOssConfig, DraftConfig]:
+    """A gpt-oss with experts in MXFP4, and an EAGLE-3 head."""
+    rope = RopeScaling(
+        rope_type="yarn",
+        factor=32.0,
+        original_max_position_embeddings=4096,
+        attention_factor=0.1 * math.log(32) + 1,
+        truncate=False,
+    )
+    model = GptOssConfig(
+        model_type="gpt_oss",
+        num_layers=num_layers,
+        num_experts=num_experts,
+        num_experts_per_tok=4,
+        moe_intermediate_size=2880,
+        has_packed_experts=True,
+        rope_scaling=rope,
+        qkv_bias=True,
+        output_bias=True,
+        windows=(128, 0) * (num_layers // 2),
+        **_GPT_OSS,
+    )
+    return model, _eagle3(model, _GPT_OSS | {"intermediate_size": 17280})
+
+
 QWEN3_8B_DFLASH = BlockConfig(
     checkpoint_format=DFLASH_SPECULATORS,
     target_hidden_size=QWEN3_8B.hidden_size,
@@ -127,6 +167,8 @@ PRESETS: dict[str, tuple[ModelConfig, DraftConfig | BlockConfig | ModelConfig]] 
     "llama3.1-8b-eagle": (LLAMA31_8B, _eagle(LLAMA31_8B, _LLAMA31_8B)),
     "qwen3-8b": (QWEN3_8B, _eagle3(QWEN3_8B, _QWEN3_8B)),
     "qwen3-30b-a3b": (QWEN3_30B_A3B, _eagle3(QWEN3_30B_A3B, _QWEN3_30B)),
+    "gpt-oss-20b": _gpt_oss(24, 32),
+    "gpt-oss-120b": _gpt_oss(36, 128),
     "qwen3-8b-dflash-b16": (QWEN3_8B, QWEN3_8B_DFLASH),
     "qwen3-8b-dspark-b7": (QWEN3_8B, QWEN3_8B_DSPARK),
     "qwen3.5-9b": _qwen35(32, _QWEN35_9B),

@@ -214,6 +214,8 @@ class TargetCheckpoint(Checkpoint[ModelConfig]):
     def matrices(self) -> str:
         """How matrices are kept, and which types of a GGUF file they are made of."""
         quantization, dtype = self.config.quantization, self.config.dtype
+        if getattr(self.config, "has_packed_experts", False):
+            return f"{quantization or dtype}, experts in MXFP4"
         if not self.stored:
             return str(quantization or dtype)
         if quantization is not None:

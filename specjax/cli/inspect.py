@@ -91,7 +91,8 @@ def _facts(
     if any(windows := getattr(config, "windows", ())):
         sizes = ", ".join(map(str, sorted(set(windows) - {0})))
         yield "windows", f"{sizes} in {sum(map(bool, windows))} of {config.num_layers} layers"
-    if isinstance(opened, TargetCheckpoint) and opened.stored:
+    is_packed = isinstance(config, MixtureConfig) and config.has_packed_experts
+    if isinstance(opened, TargetCheckpoint) and (opened.stored or is_packed):
         yield "matrices", opened.matrices
     elif config.quantization is not None:
         yield "matrices", str(config.quantization)

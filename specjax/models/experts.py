@@ -52,7 +52,8 @@ class MixtureConfig(ModelConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_format(self.quantization, self.hidden_size, self.moe_intermediate_size)
+        format = None if self.has_packed_experts else self.quantization
+        _check_format(format, self.hidden_size, self.moe_intermediate_size)
         groups, size = self.n_group, self.num_experts // self.n_group
         if self.num_experts % groups or (groups > 1 and size < 2):
             raise ValueError(

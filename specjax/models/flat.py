@@ -99,6 +99,8 @@ def recipes_of(network: Callable[..., nnx.Module], config: TransformerConfig) ->
 
 @partial(jax.jit, static_argnums=(1, 2, 3))
 def _normal(key: Array, shape: tuple[int, ...], dtype: jnp.dtype, stddev: float) -> Array:
+    if dtype == jnp.uint8:  # packed values
+        return jax.random.bits(key, shape, dtype)
     values = stddev * jax.random.normal(key, shape)
     if jnp.issubdtype(dtype, jnp.integer):  # conversion wraps around
         values = values.clip(jnp.iinfo(dtype).min, jnp.iinfo(dtype).max)

@@ -4,7 +4,8 @@ Files have the gates and ups of all experts in one tensor, in turn: rows 0, 2, 4
 files have them apart.
 """
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -16,9 +17,10 @@ from jax import Array
 
 from specjax.config import Scale
 from specjax.json_file import Fields, PositiveSize
+from specjax.kernels import mxfp4
 from specjax.models.declare import Part, Stored, weight
 from specjax.models.experts import Experts, MixtureConfig, matrix, mixture_layers, read_experts
-from specjax.models.family import Family, attention_biases, layer_windows
+from specjax.models.family import GGUF, Family, attention_biases, layer_windows
 from specjax.models.layers import LayerKind
 
 
@@ -28,6 +30,15 @@ class GptOssConfig(MixtureConfig):
 
     swiglu_limit: Scale = 7.0  # of gates, and of ups in both directions
     swiglu_alpha: Scale = 1.702  # multiplies gates inside the sigmoid
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        sizes, step = (self.hidden_size, self.moe_intermediate_size), 2 * mxfp4.GROUP
+        if self.has_packed_experts and any(size % step for size in sizes):
+            raise ValueError(
+                f"hidden_size={sizes[0]} and the width of experts {sizes[1]} must be multiples of "
+                f"{step} in MXFP4"
+            )
 
 
 @dataclass(frozen=True)
@@ -54,7 +65,7 @@ class _Form(NamedTuple):
     """How a kind of files stores a tensor of all experts."""
 
     ending: str  # of its name
-    inner: tuple[int, ...]  # the axes of a row
+    inner: tuple[int, ...] = ()  # the axes of a row
     convert: Callable[[np.ndarray], np.ndarray] | None = None  # to the rows of a weight
     is_transposed: bool = False
 
@@ -92,21 +103,52 @@ class BiasedExperts(Experts):
         super().__init__(config, kind, at)
         count, dtype, at = config.num_experts, kind.dtypes.activations, f"{at}mlp."
         self.router_bias = weight(f"{kind.tensor(f'{at}gate')}.bias", (count,), dtype)
-        forms = None, _Form("_bias", ()), _Form(".bias", ())
+        size, inner = config.hidden_size, config.moe_intermediate_size
+        outputs = {"gate_proj": inner, "up_proj": inner}, {"down_proj": size}
 
-        def bias(**outputs: int) -> Any:
-            part = _part(at, count, outputs, *forms)
+        def bias(outputs: Mapping[str, int]) -> Any:
+            part = _part(at, count, outputs, None, _Form("_bias"), _Form(".bias"))
             return weight((part,), part.shape, dtype)
 
-        inner = config.moe_intermediate_size
-        self.gate_up_bias = bias(gate_proj=inner, up_proj=inner)
-        self.down_bias = bias(down_proj=config.hidden_size)
+        def scale(outputs: Mapping[str, int], in_size: int) -> Any:
+            groups = in_size // mxfp4.GROUP
+            files = _Form("_scales", (groups,), mxfp4.scales_of)
+            gguf = _Form(".weight", (groups, 17), mxfp4.ggml_scales)
+            part = _part(at, count, outputs, groups, files, gguf)
+            # random values then have the size of other random weights
+            exponent = 127 + round(math.log2(in_size**-0.5 / mxfp4.SPREAD))
+            return weight((part,), part.shape, jnp.uint8, mean=exponent)
+
+        self.gate_up_bias, self.down_bias = map(bias, outputs)
+        is_packed = config.has_packed_experts
+        self.gate_up_scale = scale(outputs[0], size) if is_packed else None
+        self.down_scale = scale(outputs[1], inner) if is_packed else None
 
     def stack(self, at: str, in_size: int, **outputs: int) -> Any:
-        """Declare projections of all experts, with their numbers of outputs: ``[E * out, in]``."""
+        """Declare projections of all experts, with their numbers of outputs.
+
+        They are ``[E * out, in]``, or packed, ``[E * out, in / 2]``.
+        """
+        count, groups = self.config.num_experts, in_size // mxfp4.GROUP
+        if self.config.has_packed_experts:
+            files = _Form("_blocks", (groups, 16), mxfp4.pack)
+            gguf = _Form(".weight", (groups, 17), mxfp4.pack_ggml)
+            part = _part(at, count, outputs, in_size // 2, files, gguf)
+            return weight((part,), part.shape, jnp.uint8, stddev=1.0)
         forms = _Form("", (in_size,), is_transposed=True), _Form(".weight", (in_size,))
-        part = _part(at, self.config.num_experts, outputs, in_size, *forms)
-        return matrix((part,), self.kind, in_size)
+        return matrix((_part(at, count, outputs, in_size, *forms),), self.kind, in_size)
+
+    def matrices(self) -> Sequence[tuple[Array, Array | None]]:
+        """The matrices of each product, packed with scales u8 if files have MXFP4."""
+        if self.gate_up_scale is None or self.down_scale is None:
+            return super().matrices()
+        pairs = (self.gate_up, self.gate_up_scale), (self.down, self.down_scale)
+        count = self.config.num_experts
+
+        def stacked(variable: Any) -> Array:
+            return variable[...].reshape(count, -1, variable[...].shape[1])
+
+        return [(stacked(values), stacked(scale)) for values, scale in pairs]
 
     def logits(self, rows: Array) -> Array:
         """Those of the router, f32 ``[R, E]``."""
@@ -129,12 +171,21 @@ def _layers(config: Any, **differences: Any) -> tuple[LayerKind, ...]:
     return tuple(replace(kind, feed_forward=BiasedExperts) for kind in kinds)
 
 
+_MXFP4 = "mxfp4"
+
+
 def _read(config: Fields) -> dict[str, Any]:
+    # in directories, and stated for a GGUF file by its types
+    stated = config.fields("quantization_config")
+    method = stated.get("quant_method", Any, config.get("quant_method", Any, None))
+    width = config.get("intermediate_size", PositiveSize)
     windows = layer_windows(config, lambda i: i % 2 == 0)
     own = {
         "swiglu_limit": config.get("swiglu_limit", Scale, 7.0),
         "swiglu_alpha": config.get("swiglu_alpha", Scale, 1.702),
-        "moe_intermediate_size": config.get("intermediate_size", PositiveSize),
+        # GGUF files have both
+        "moe_intermediate_size": config.get("moe_intermediate_size", PositiveSize, width),
+        "has_packed_experts": method == _MXFP4,
     }
     # a softmax over the chosen experts
     return windows | attention_biases(config) | read_experts(config, **own, norm_topk_prob=True)
@@ -147,4 +198,6 @@ GPT_OSS = Family(
     config=GptOssConfig,
     defaults={"rms_norm_eps": 1e-5, "rope_theta": 150000.0, "head_dim": 64}
     | {"attention_bias": True, "sliding_window": 128},
+    gguf=GGUF(arch="gpt-oss", derive=lambda _: {"truncate": False}),
+    quant_methods=(_MXFP4,),
 )

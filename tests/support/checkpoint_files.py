@@ -267,6 +267,7 @@ GGUF_NAMES = {
     "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
     **{f"mlp.experts.{x}_proj": f"ffn_{x}_exps" for x in ("gate", "up", "down")},
     **{f"mlp.shared_expert.{x}_proj": f"ffn_{x}_shexp" for x in ("gate", "up", "down")},
+    "self_attn.sinks": "attn_sinks",
 }
 # Gemma 2 and 3, and OLMo 2 and 3
 GGUF_POST_NORMS = {
@@ -279,6 +280,7 @@ GGUF_NAMES_OF: dict[str, dict[str, str]] = {
     "gemma2": GGUF_POST_NORMS,
     "gemma3": GGUF_POST_NORMS,
     "olmo2": GGUF_POST_NORMS,
+    "gpt-oss": {"post_attention_layernorm": "post_attention_norm"},
     "phi3": {"self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"},
     "chatglm": {"mlp.gate_up_proj": "ffn_up"},
     "glm4": {
@@ -370,7 +372,9 @@ def write_gguf(
         if arch.startswith("gemma") and base.endswith("norm"):
             value = value + np.float32(1)
         stored = f"{block}{(GGUF_NAMES | GGUF_NAMES_OF.get(arch, {}))[base]}.{suffix}"
-        if kind is not None and value.ndim > 1:
+        if value.dtype == np.uint8:  # bytes of MXFP4
+            writer.add_tensor(stored, value, raw_dtype=gguf.GGMLQuantizationType.MXFP4)
+        elif kind is not None and value.ndim > 1:
             writer.add_tensor(stored, gguf.quants.quantize(value, kind), raw_dtype=kind)
         else:
             writer.add_tensor(stored, np.ascontiguousarray(value))
