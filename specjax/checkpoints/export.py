@@ -118,6 +118,8 @@ def export_fp8(
         raise ValueError(
             f"model={os.fspath(model)!r} must be a directory with the whole weights of a text model"
         )
+    if any(part.made_of for recipe in target.recipes.values() for part in recipe.parts):
+        raise ValueError(f"model={os.fspath(model)!r} has experts of its own layout; keep MXFP4")
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise ValueError(f"path={os.fspath(path)!r} must be a new or an empty directory")
     target.check_weights()
