@@ -21,6 +21,7 @@ from specjax.config import HotVocabulary
 from specjax.engine import plan
 from specjax.engine.args import EngineArgs
 from specjax.models.experts import MixtureConfig
+from specjax.models.gpt_oss import GptOssConfig
 from specjax.testing import letter_tokenizer
 from specjax.testing.files import CONFIG, HEAD
 
@@ -403,6 +404,17 @@ def test_layers_with_experts_read_only_the_chosen_ones() -> None:
     of_experts = target.num_layers * 8 * 3 * target.hidden_size * 16 * 4
     every, some = (rounds.floor_bytes(engine, 0, [1], count) for count in (None, 2.5))
     assert every - some == of_experts * (8 - 2.5) / 8
+
+
+def test_packed_experts_are_read_with_their_scales_and_biases() -> None:
+    sizes = dataclasses.asdict(CONFIG) | {"model_type": "gpt_oss", "num_experts": 8}
+    sizes |= {"num_experts_per_tok": 2, "moe_intermediate_size": 128, "hidden_size": 64}
+    target = GptOssConfig(**sizes, has_packed_experts=True)
+    nets = algorithm_of(None).networks(target)
+    engine = SimpleNamespace(runner=SimpleNamespace(networks=nets))
+    of_expert = 3 * 64 * 128 // 2 + 3 * 64 * 128 // 32 + 4 * (2 * 128 + 64)
+    every, some = (rounds.floor_bytes(engine, 0, [1], count) for count in (None, 2))
+    assert every - some == target.num_layers * of_expert * (8 - 2)
 
 
 def test_layers_with_a_window_read_only_the_last_keys() -> None:
