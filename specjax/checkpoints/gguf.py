@@ -49,6 +49,7 @@ class GGUFFile:
         """Open the file with this ``number`` of a split model."""
         self.path = Path(path)
         self.tensors: dict[str, GGUFTensor] = {}
+        self.packed = set[str]()  # those whose stored bytes u8 [..., blocks, bytes] are read
         self._at = 0
         try:
             check_regular(self.path)
@@ -66,12 +67,17 @@ class GGUFFile:
     def info(self, name: str) -> TensorInfo:
         """Describe a tensor without reading it; quantised types become float32."""
         tensor = self.tensors[name]
+        if name in self.packed:
+            return TensorInfo(self.read(name).shape, tensor.path, "uint8")
         dtype = _PLAIN.get(tensor.kind, np.dtype(np.float32)).name
         return TensorInfo(tensor.shape, tensor.path, dtype)
 
     def read(self, name: str) -> np.ndarray:
         """Read a tensor in its stored type; quantised types are dequantised to float32."""
         shape, kind, path, data = self.tensors[name]
+        if name in self.packed:
+            size, num_bytes = GGML_QUANT_SIZES[kind]
+            return data.reshape(*shape[:-1], shape[-1] // size, num_bytes)
         if kind in _PLAIN:
             return data.view(_PLAIN[kind]).reshape(shape)
         try:
@@ -82,16 +88,11 @@ class GGUFFile:
                 "does not support; use another GGUF file or a newer gguf"
             ) from error
 
-    def blocks(self, name: str) -> np.ndarray:
-        """The stored bytes u8 ``[..., blocks, bytes]`` of a tensor of a quantised type."""
-        shape, kind, _, data = self.tensors[name]
-        size, num_bytes = GGML_QUANT_SIZES[kind]
-        return data.reshape(*shape[:-1], shape[-1] // size, num_bytes)
-
     @property
     def quantised_types(self) -> list[str]:
         """Names of the types that :meth:`read` dequantises."""
-        return sorted({x.kind.name for x in self.tensors.values() if x.kind not in _PLAIN})
+        read = {x.kind for name, x in self.tensors.items() if name not in self.packed}
+        return sorted(kind.name for kind in read if kind not in _PLAIN)
 
     def _read_metadata(self) -> tuple[dict[str, Any], int]:
         if self._take(4) != b"GGUF":

@@ -13,7 +13,7 @@ from specjax.checkpoints.gguf import GGUFFile
 from specjax.checkpoints.gguf_tokenizer import eos_token_ids, token_id, with_default_ids
 from specjax.checkpoints.huggingface import layer_sizes
 from specjax.checkpoints.keys import ReadFields
-from specjax.checkpoints.tensors import TensorInfo, TensorSource
+from specjax.checkpoints.tensors import TensorSource
 from specjax.config import Count, Epsilon, ModelConfig, Rope, RopeScaling
 from specjax.json_file import PositiveSize, Size
 from specjax.models.decoder import CausalLM
@@ -99,12 +99,9 @@ def gguf_source(file: GGUFFile, config: ModelConfig) -> TensorSource:
     names = [part.name for part in parts]
     names += [x for recipe in recipes.values() for stack in recipe.stacks for x in stack]
     names += [x for part in parts for made in part.made_of for x in made.shapes]
-
-    def gguf_name(name: str) -> str | None:
-        suffixes = ".weight", ".bias"
-        return map_name(name if name.endswith(suffixes) else f"{name}.weight", suffixes)
-
-    named = {gguf_name(name): name for name in reversed(names)}
+    ends = ".weight", ".bias"
+    full = {name: name if name.endswith(ends) else f"{name}.weight" for name in names}
+    named = {map_name(full[name], ends): name for name in reversed(names)}
     stored = {named[name]: name for name in file.tensors if name in named}
     if unknown := sorted(file.tensors.keys() - named.keys() - {_FREQUENCIES, *_FACTORS.values()}):
         name = unknown[0]
@@ -115,26 +112,13 @@ def gguf_source(file: GGUFFile, config: ModelConfig) -> TensorSource:
         for name, heads in (("q_proj", config.num_heads), ("k_proj", config.num_kv_heads)):
             rows[name] = rotated_rows(heads, config.head_dim, config.head_dim, interleaved=True)
 
-    is_packed = isinstance(config, MixtureConfig) and config.has_packed_experts
-    packed = {name for name in stored if is_packed and stored[name] in _packed_experts(file)}
-
-    def info_of(name: str) -> TensorInfo:
-        info = file.info(stored[name])
-        return (
-            info._replace(shape=file.blocks(stored[name]).shape, dtype="uint8")
-            if name in packed
-            else info
-        )
-
     def read(name: str) -> np.ndarray:
-        if name in packed:
-            return file.blocks(stored[name])
         array, module = file.read(stored[name]), name.split(".")[-2]
         if offset and module.endswith("norm"):
             return array - offset  # the converter adds it
         return array[rows[module]] if module in rows else array
 
-    return TensorSource(file.path, {name: info_of(name) for name in stored}, read)
+    return TensorSource(file.path, {name: file.info(stored[name]) for name in stored}, read)
 
 
 def gguf_config(file: GGUFFile, dtype: str) -> ModelConfig:
@@ -177,6 +161,8 @@ def gguf_config(file: GGUFFile, dtype: str) -> ModelConfig:
     window = keys.get("sliding_window", Size, 0)
     if window and _PATTERN not in keys and not values.get("windows"):
         raise keys.wrong("sliding_window", "is not supported by the model's family")
+    if values.get("has_packed_experts"):
+        file.packed = _packed_experts(file)
     return file.metadata.build(family.config, values)
 
 

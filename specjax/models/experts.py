@@ -5,7 +5,7 @@ experts of a layer are two stacks of matrices, which one kernel each multiplies 
 chose them. Their sums go to the next norm, which adds them.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -21,7 +21,7 @@ from specjax.json_file import Fields, Flag, PositiveSize, Size
 from specjax.kernels.add_norm import ordered_sum, whole
 from specjax.kernels.choose_experts import choose_experts
 from specjax.kernels.dot import plain_dot
-from specjax.kernels.grouped_experts import MAX_FLOAT32_ROWS, grouped_experts
+from specjax.kernels.grouped_experts import MAX_FLOAT32_ROWS, Activation, grouped_experts
 from specjax.models.declare import Part, Recipe, weight
 from specjax.models.family import alike
 from specjax.models.layers import ACTIVATIONS, MLP, LayerKind
@@ -88,6 +88,7 @@ class Experts(nnx.Module):
 
     def __init__(self, config: MixtureConfig, kind: LayerKind, at: str) -> None:
         self.config, self.kind = config, kind
+        self.activation: Activation = Gated(config.activation)
         size, count, inner = config.hidden_size, config.num_experts, config.moe_intermediate_size
         at, dtype = f"{at}mlp.", kind.dtypes.activations
         router, words = f"{kind.tensor(f'{at}gate')}.weight", ("gate", "router")
@@ -152,11 +153,6 @@ class Experts(nnx.Module):
         """Those of the router, f32 ``[R, E]``."""
         how: dict[str, Any] = {"is_transposed": True, "implementation": self.kind.implementation}
         return plain_dot(rows, self.router[...], jnp.float32, **how)
-
-    @property
-    def activation(self) -> Callable[[Array, Array], Array]:
-        """Maps gates and ups to the inputs of the second product; it is hashable."""
-        return Gated(self.config.activation)
 
     @property
     def biases(self) -> tuple[Array, Array] | None:

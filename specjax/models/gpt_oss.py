@@ -101,6 +101,7 @@ class BiasedExperts(Experts):
 
     def __init__(self, config: GptOssConfig, kind: LayerKind, at: str) -> None:
         super().__init__(config, kind, at)
+        self.activation = Clamped(config.swiglu_limit, config.swiglu_alpha)
         count, dtype, at = config.num_experts, kind.dtypes.activations, f"{at}mlp."
         self.router_bias = weight(f"{kind.tensor(f'{at}gate')}.bias", (count,), dtype)
         size, inner = config.hidden_size, config.moe_intermediate_size
@@ -142,27 +143,21 @@ class BiasedExperts(Experts):
         """The matrices of each product, packed with scales u8 if files have MXFP4."""
         if self.gate_up_scale is None or self.down_scale is None:
             return super().matrices()
-        pairs = (self.gate_up, self.gate_up_scale), (self.down, self.down_scale)
-        count = self.config.num_experts
-
-        def stacked(variable: Any) -> Array:
-            return variable[...].reshape(count, -1, variable[...].shape[1])
-
-        return [(stacked(values), stacked(scale)) for values, scale in pairs]
+        values = self._by_expert(self.gate_up, self.down)
+        return [*zip(values, self._by_expert(self.gate_up_scale, self.down_scale), strict=True)]
 
     def logits(self, rows: Array) -> Array:
         """Those of the router, f32 ``[R, E]``."""
         return super().logits(rows) + self.router_bias[...].astype(jnp.float32)
 
     @property
-    def activation(self) -> Clamped:
-        return Clamped(self.config.swiglu_limit, self.config.swiglu_alpha)
-
-    @property
     def biases(self) -> tuple[Array, Array]:
-        count = self.config.num_experts
-        gate_up, down = self.gate_up_bias[...], self.down_bias[...]
-        return gate_up.reshape(count, -1), down.reshape(count, -1)
+        gate_up, down = self._by_expert(self.gate_up_bias, self.down_bias)
+        return gate_up, down
+
+    def _by_expert(self, *variables: Any) -> list[Array]:
+        arrays, count = [x[...] for x in variables], self.config.num_experts
+        return [x.reshape(count, -1, *x.shape[1:]) for x in arrays]
 
 
 def _layers(config: Any, **differences: Any) -> tuple[LayerKind, ...]:
