@@ -243,7 +243,7 @@ def _products(
 
     def scale_of(columns: Array, group: Array | int) -> Array:
         scale = matrix.scales[expert, columns, group]
-        return (mxfp4.quarters(scale) if is_packed else scale.astype(jnp.float32))[None]
+        return (mxfp4.fourfold(scale) if is_packed else scale.astype(jnp.float32))[None]
 
     def step(i: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
         inputs = i * depth + jnp.arange(depth, dtype=jnp.int32)
@@ -258,7 +258,7 @@ def _products(
                 if half == 0:
                     stored[j] = matrix.values[expert, columns[:, None], inputs[None, :]]
                 rhs = (
-                    mxfp4.fourfold(stored[j], half, lhs.dtype)
+                    mxfp4.quarters(stored[j], half, lhs.dtype)
                     if is_packed
                     else widen(stored[j], lhs.dtype, implementation)
                 )

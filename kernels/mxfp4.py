@@ -18,32 +18,32 @@ SPREAD = 8.5625**0.5  # root mean square of all 16 values
 _NAN = 255  # a scale
 
 
-def fourfold(codes: Array, half: int, dtype: jnp.dtype | type) -> Array:
-    """Four times the values in a half of packed bytes u8, exact in any dtype of products.
+def quarters(codes: Array, half: int, dtype: jnp.dtype | type) -> Array:
+    """A quarter of the values in a half of packed bytes u8, exact in any dtype of products.
 
-    The code's three low bits, as last bits of the exponent of 2 and first bit of the mantissa, give
-    g = 2, 3, 4, 6, 8, 12, 16 and 24. Four times the values are 0, 2, 4, 6, 8, 12, 16, 24, which is
-    min(g, 2 g - 4). No number is subnormal, which a device may flush, and no integer is
-    converted, which takes longer.
+    The code's three low bits, as last bits of the exponent of 1/8 and first bit of the mantissa,
+    give g = (2, 3, 4, 6, 8, 12, 16, 24) / 16. A quarter of the values is (0, 2, 4, 6, 8, 12, 16,
+    24) / 16, which is min(g, 2 g - 1/4). No number is subnormal, which a device may flush, and no
+    integer is converted, which takes longer.
     """
     bits = codes.astype(jnp.int32)
     low, sign = (bits << (22 - 4 * half)) & (7 << 22), (bits << (28 - 4 * half)) & -(2**31)
-    size = jax.lax.bitcast_convert_type(low | 0x40000000, jnp.float32)
-    size = jnp.minimum(size, 2.0 * size - 4.0)
+    size = jax.lax.bitcast_convert_type(low | 0x3E000000, jnp.float32)
+    size = jnp.minimum(size, 2.0 * size - 0.25)
     signed = jax.lax.bitcast_convert_type(size, jnp.int32) | sign
     return jax.lax.bitcast_convert_type(signed, jnp.float32).astype(dtype)
 
 
-def quarters(scales: Array) -> Array:
-    """A quarter of the powers of two f32 that scales u8 are; of the three smallest, 0."""
-    exponents = jnp.maximum(scales.astype(jnp.int32) - 2, 0)
+def fourfold(scales: Array) -> Array:
+    """Four times the powers of two f32 that scales u8 are; at most 2^127."""
+    exponents = jnp.minimum(scales.astype(jnp.int32) + 2, 254)
     return jax.lax.bitcast_convert_type(exponents << 23, jnp.float32)
 
 
 def unpacked(codes: Array, scales: Array) -> Array:
     """Values f32 ``[..., K]`` of packed u8 ``[..., K / 2]`` with scales u8 ``[..., K / 32]``."""
-    values = jnp.concatenate([fourfold(codes, half, jnp.float32) for half in range(2)], axis=-1)
-    return values * jnp.repeat(quarters(scales), GROUP, axis=-1)
+    values = jnp.concatenate([quarters(codes, half, jnp.float32) for half in range(2)], axis=-1)
+    return values * jnp.repeat(fourfold(scales), GROUP, axis=-1)
 
 
 def check_scales(name: str, shape: tuple[int, ...], scales: Array | None) -> None:
