@@ -258,7 +258,7 @@ def _products(
                 if half == 0:
                     stored[j] = matrix.values[expert, columns[:, None], inputs[None, :]]
                 rhs = (
-                    mxfp4.quarters(stored[j], half, lhs.dtype)
+                    mxfp4.quarters(stored[j], half, lhs.dtype, implementation)
                     if is_packed
                     else widen(stored[j], lhs.dtype, implementation)
                 )

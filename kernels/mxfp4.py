@@ -12,20 +12,52 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from specjax.kernels.backend import inline_ptx
 
 GROUP = 32  # values with the same scale
 SPREAD = 8.5625**0.5  # root mean square of all 16 values
 _NAN = 255  # a scale
 
+# Quarters of the values in a half of four packed bytes, as bfloat16. The bytes go into 16 bits
+# each, of which a mask keeps one half. A product copies its bits to the last ones of the exponent
+# and to the sign. Times 2^124, the difference of the exponents' biases less 2, these numbers, of
+# which some are subnormal, are the quarters.
+_TO_QUARTERS = """{{
+    .reg .b32 x, y, factor, zero;
+    mov.b32 factor, 0x7d807d80; mov.b32 zero, 0x80008000;
+    prmt.b32 x, $2, 0, 0x4140; prmt.b32 y, $2, 0, 0x4342;
+    and.b32 x, x, {mask}; mul.lo.u32 x, x, {shifts}; and.b32 x, x, 0x81c081c0;
+    and.b32 y, y, {mask}; mul.lo.u32 y, y, {shifts}; and.b32 y, y, 0x81c081c0;
+    fma.rn.bf16x2 $0, x, factor, zero; fma.rn.bf16x2 $1, y, factor, zero;
+}}"""
+PTX = (
+    _TO_QUARTERS.format(mask="0x000f000f", shifts="0x1040"),
+    _TO_QUARTERS.format(mask="0x00f000f0", shifts="0x104"),
+)
 
-def quarters(codes: Array, half: int, dtype: jnp.dtype | type) -> Array:
+
+def quarters(
+    codes: Array, half: int, dtype: jnp.dtype | type, implementation: str = "xla"
+) -> Array:
     """A quarter of the values in a half of packed bytes u8, exact in any dtype of products.
+
+    On a GPU, bfloat16 takes own instructions: 2.5 per value instead of 7 (compiled for sm_90). They
+    read four neighbours at once, which is right only for the second operand of a product.
 
     The code's three low bits, as last bits of the exponent of 1/8 and first bit of the mantissa,
     give g = (2, 3, 4, 6, 8, 12, 16, 24) / 16. A quarter of the values is (0, 2, 4, 6, 8, 12, 16,
     24) / 16, which is min(g, 2 g - 1/4). No number is subnormal, which a device may flush, and no
     integer is converted, which takes longer.
     """
+    if implementation == "pallas" and dtype == jnp.bfloat16:
+        (wide,) = inline_ptx(
+            PTX[half],
+            args=[codes],
+            constraints="=r,=r,r",
+            pack=4,
+            result_shape_dtypes=[jax.ShapeDtypeStruct(codes.shape, jnp.bfloat16)],
+        )
+        return wide
     bits = codes.astype(jnp.int32)
     low, sign = (bits << (22 - 4 * half)) & (7 << 22), (bits << (28 - 4 * half)) & -(2**31)
     size = jax.lax.bitcast_convert_type(low | 0x3E000000, jnp.float32)

@@ -31,6 +31,38 @@ def test_codes(half: int, dtype: str) -> None:
     np.testing.assert_array_equal(found.view(np.uint32), expected.view(np.uint32))
 
 
+def run_ptx(text: str, word: int) -> np.ndarray:
+    """Run instructions on a word of 32 bits; return two words of two bfloat16 each."""
+    named = {"$2": word}
+    for line in text.strip("{} \n").split(";"):
+        name, *places = line.replace(",", " ").split() or ["", ""]
+        if name in ("", ".reg"):
+            continue
+        a, *others = (named[x] if x in named else int(x, 0) for x in places[1:])
+        if name == "prmt.b32":
+            octets = a.to_bytes(4, "little") + others[0].to_bytes(4, "little")
+            picked = (octets[others[1] >> shift & 7] for shift in range(0, 16, 4))
+            result = int.from_bytes(bytes(picked), "little")
+        elif name == "fma.rn.bf16x2":
+            lanes = np.array([a, *others], np.uint32).view(jnp.bfloat16).astype(np.float64)
+            x, y, z = lanes.reshape(3, 2)
+            result = (x * y + z).astype(jnp.bfloat16).view(np.uint32)[0]
+        else:
+            values = {"mov.b32": a, "and.b32": a & others[0] if others else 0}
+            result = values[name] if name in values else a * others[0] & 0xFFFFFFFF
+        named[places[0]] = int(result)
+    return np.array([named["$0"], named["$1"]], np.uint32).view(jnp.bfloat16)
+
+
+@pytest.mark.parametrize("half", [0, 1])
+def test_own_instructions(half: int) -> None:
+    for first in range(0, 256, 4):
+        codes = np.arange(first, first + 4, dtype=np.uint8)
+        found = run_ptx(mxfp4.PTX[half], int(codes.view(np.uint32)[0])).astype(np.float32)
+        expected = 0.25 * TABLE[codes >> 4 if half else codes & 15]
+        np.testing.assert_array_equal(found.view(np.uint32), expected.view(np.uint32))
+
+
 def test_scales() -> None:
     scales = np.arange(253, dtype=np.uint8)
     found = np.asarray(mxfp4.fourfold(jnp.asarray(scales)))
