@@ -89,8 +89,7 @@ class ExpertTiles:
 class _Matrix(NamedTuple):
     """The matrices ``[E, outputs, inputs]`` of all experts, or that of one; arrays or references.
 
-    A scale is for ``group_size`` inputs of an output, of which the last group may have fewer. Bytes
-    u8 are packed MXFP4: their halves are values of the first and of the last half of the inputs.
+    A scale is for ``group_size`` inputs of an output; the last group may have fewer.
     """
 
     values: Any
@@ -99,8 +98,7 @@ class _Matrix(NamedTuple):
 
     @property
     def halves(self) -> int:
-        """Number of values in an element of ``values``."""
-        return 2 if self.values.dtype == jnp.uint8 else 1
+        return 2 if self.values.dtype == jnp.uint8 else 1  # values in an element of MXFP4
 
     @property
     def group_size(self) -> int:
@@ -114,6 +112,11 @@ class _Matrix(NamedTuple):
     def depth(self, itemsize: int) -> int:
         """Inputs per loop step; the number of rows does not choose it."""
         return min(_divisor(MAX_DEPTH_BYTES // itemsize, self.values.shape[-1]), self.group_size)
+
+    def unrolled(self, itemsize: int) -> int:
+        # steps that the loop takes at once: those of packed values read few bytes
+        count = self.values.shape[-1] // self.depth(itemsize)
+        return next(n for n in (4, 3, 2, 1) if count % n == 0) if self.halves > 1 else 1
 
     def product(self, x: Array) -> Array:
         """Products f32 of rows ``[R, inputs]`` with the matrix of one expert, by XLA."""
@@ -237,37 +240,37 @@ def _products(
     implementation: str,
 ) -> list[Array]:
     """Products f32 ``[height, width]`` of rows with some outputs of an expert's matrix."""
-    depth, size = matrix.depth(x_ref.dtype.itemsize), matrix.values.shape[2]
-    is_packed, is_scaled = matrix.halves > 1, matrix.num_groups > 1
+    depth, unrolled = (f(x_ref.dtype.itemsize) for f in (matrix.depth, matrix.unrolled))
     mask = jnp.broadcast_to(is_live[:, None], (len(rows), depth))
 
     def scale_of(columns: Array, group: Array | int) -> Array:
         scale = matrix.scales[expert, columns, group]
-        return (mxfp4.fourfold(scale) if is_packed else scale.astype(jnp.float32))[None]
+        return scale if matrix.halves > 1 else scale.astype(jnp.float32)[None]
 
     def step(i: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
-        inputs = i * depth + jnp.arange(depth, dtype=jnp.int32)
-        totals, stored = list(sums), dict[int, Array]()
-        for half in range(matrix.halves):
-            start = half * size
-            lhs = load(x_ref.at[rows[:, None], start + inputs[None, :]], mask=mask, other=0.0)
-            for j, columns in enumerate(outputs):
-                # scales are read before the product, which hides their latency
-                group = (start + i * depth) // matrix.group_size
-                scale = scale_of(columns, group) if is_scaled else None
-                if half == 0:
-                    stored[j] = matrix.values[expert, columns[:, None], inputs[None, :]]
-                rhs = (
-                    mxfp4.quarters(stored[j], half, lhs.dtype, implementation)
-                    if is_packed
-                    else widen(stored[j], lhs.dtype, implementation)
-                )
-                product = row_dot(lhs, rhs, transpose=True)
-                totals[j] += product if scale is None else product * scale
+        totals = list(sums)
+        for at in (i * unrolled + part for part in range(unrolled)):
+            inputs, stored = at * depth + jnp.arange(depth, dtype=jnp.int32), dict[int, Array]()
+            for half in range(matrix.halves):
+                start = half * matrix.values.shape[2]
+                lhs = load(x_ref.at[rows[:, None], start + inputs[None, :]], mask=mask, other=0.0)
+                for j, columns in enumerate(outputs):
+                    # scales are read before the product, which hides their latency
+                    group = (start + at * depth) // matrix.group_size
+                    scale: Any = scale_of(columns, group) if matrix.num_groups > 1 else None
+                    if half == 0:
+                        stored[j] = matrix.values[expert, columns[:, None], inputs[None, :]]
+                    if matrix.halves > 1:
+                        rhs = mxfp4.scaled(stored[j], scale, half, lhs.dtype, implementation)
+                        scale = None
+                    else:
+                        rhs = widen(stored[j], lhs.dtype, implementation)
+                    product = row_dot(lhs, rhs, transpose=True)
+                    totals[j] += product if scale is None else product * scale
         return tuple(totals)
 
-    zeros = jnp.zeros((len(rows), len(outputs[0])), jnp.float32)
-    sums = list(jax.lax.fori_loop(0, size // depth, step, (zeros,) * len(outputs)))
+    zeros = (jnp.zeros((len(rows), len(outputs[0])), jnp.float32),) * len(outputs)
+    sums = list(jax.lax.fori_loop(0, matrix.values.shape[2] // depth // unrolled, step, zeros))
     for i, columns in enumerate(outputs):
         if matrix.scales is not None and matrix.num_groups == 1:
             sums[i] *= scale_of(columns, 0)
@@ -333,10 +336,9 @@ def _check(x: Array, experts: Array, weights: Array, *matrices: _Matrix) -> None
     shapes = (num_experts, num_outputs, size), (num_experts, size, num_outputs // 2)
     for name, shape, matrix in zip(("in", "out"), shapes, matrices, strict=True):
         (values, scales, biases), group = matrix, matrix.group_size
-        stored = (*shape[:2], shape[2] // matrix.halves)
         if matrix.halves > 1:
             mxfp4.check_scales(f"w_{name}", shape, scales)
-        if values.shape != stored:
+        if values.shape != (stored := (*shape[:2], shape[2] // matrix.halves)):
             raise ValueError(f"w_{name} {values.shape} must be {stored}; x is {x.shape}")
         if values.dtype.itemsize == 1 and 2**31 <= values.size <= 2**32:
             # JAX uses 32-bit offsets up to 2**32 bytes, and Triton reads them as signed numbers
@@ -374,12 +376,10 @@ def grouped_experts(
         weights: f32 ``[R, k]``, by which outputs are multiplied.
         w_in: ``[E, 2 I, D]``, the rows of gate before those of up. Values are cast to the dtype of
             ``x``, also those of 8 bits.
-        w_out: ``[E, D, I]``. Values u8 of both are MXFP4 (:mod:`specjax.kernels.mxfp4`), of which
-            the last axis has half as many.
+        w_out: ``[E, D, I]``. If both are u8, they are packed MXFP4 and half as wide.
         activation: maps gate and up, f32 of equal shape, to f32. It must be hashable.
         scales: of ``w_in`` and ``w_out``, ``[E, outputs, G]``. A scale is for all inputs if G is 1,
-            and otherwise for 2^n inputs, of which the last group may have fewer. Those of MXFP4 are
-            u8, for 32 inputs.
+            and otherwise for 2^n inputs, of which the last group may have fewer. MXFP4 has u8.
         biases: of ``w_in`` and ``w_out``, ``[E, 2 I]`` and ``[E, D]``. The weights multiply the
             latter too.
         tiles: launch shape of the Pallas kernels; ``None`` chooses one.
@@ -433,7 +433,7 @@ def grouped_experts(
         # bytes per loop step: rows, and columns of the matrix, of which gate and up are two
         step_bytes = matrix.values.shape[1] // num_tiles * matrix.values.dtype.itemsize
         step_bytes += tiles.height * x.dtype.itemsize * matrix.halves
-        step_bytes *= matrix.depth(x.dtype.itemsize)
+        step_bytes *= matrix.depth(x.dtype.itemsize) * matrix.unrolled(x.dtype.itemsize)
         return triton_call(
             partial(body, tiles=tiles, implementation=implementation),
             grid=(num_groups, num_tiles) if lanes == 1 else (num_tiles * lanes, num_groups),

@@ -18,36 +18,35 @@ GROUP = 32  # values with the same scale
 SPREAD = 8.5625**0.5  # root mean square of all 16 values
 _NAN = 255  # a scale
 
-# Quarters of the values in a half of four packed bytes, as bfloat16. The bytes go into 16 bits
-# each, of which a mask keeps one half. A product copies its bits to the last ones of the exponent
-# and to the sign. Times 2^124, the difference of the exponents' biases less 2, these numbers, of
-# which some are subnormal, are the quarters.
-_TO_QUARTERS = """{{
+# The values in a half of four packed bytes, as bfloat16. The bytes go into 16 bits each, of which a
+# mask keeps one half. A product copies its bits to the last ones of the exponent and to the sign.
+# Times 2^126, the difference of the exponents' biases, these numbers, of which some are subnormal,
+# are the values.
+_TO_VALUES = """{{
     .reg .b32 x, y, factor, zero;
-    mov.b32 factor, 0x7d807d80; mov.b32 zero, 0x80008000;
+    mov.b32 factor, 0x7e807e80; mov.b32 zero, 0x80008000;
     prmt.b32 x, $2, 0, 0x4140; prmt.b32 y, $2, 0, 0x4342;
     and.b32 x, x, {mask}; mul.lo.u32 x, x, {shifts}; and.b32 x, x, 0x81c081c0;
     and.b32 y, y, {mask}; mul.lo.u32 y, y, {shifts}; and.b32 y, y, 0x81c081c0;
     fma.rn.bf16x2 $0, x, factor, zero; fma.rn.bf16x2 $1, y, factor, zero;
 }}"""
 PTX = (
-    _TO_QUARTERS.format(mask="0x000f000f", shifts="0x1040"),
-    _TO_QUARTERS.format(mask="0x00f000f0", shifts="0x104"),
+    _TO_VALUES.format(mask="0x000f000f", shifts="0x1040"),
+    _TO_VALUES.format(mask="0x00f000f0", shifts="0x104"),
 )
 
 
-def quarters(
+def values_of(
     codes: Array, half: int, dtype: jnp.dtype | type, implementation: str = "xla"
 ) -> Array:
-    """A quarter of the values in a half of packed bytes u8, exact in any dtype of products.
+    """The values in a half of packed bytes u8, without their scales.
 
     On a GPU, bfloat16 takes own instructions: 2.5 per value instead of 7 (compiled for sm_90). They
     read four neighbours at once, which is right only for the second operand of a product.
 
-    The code's three low bits, as last bits of the exponent of 1/8 and first bit of the mantissa,
-    give g = (2, 3, 4, 6, 8, 12, 16, 24) / 16. A quarter of the values is (0, 2, 4, 6, 8, 12, 16,
-    24) / 16, which is min(g, 2 g - 1/4). No number is subnormal, which a device may flush, and no
-    integer is converted, which takes longer.
+    The code's three low bits, as last bits of the exponent of 2 and first bit of the mantissa, give
+    g = 2, 3, 4, 6, 8, 12, 16 and 24. Values are 0, 0.5, 1, 1.5, 2, 3, 4, 6 = min(g / 4, g / 2 - 1).
+    No number is subnormal, which a device may flush.
     """
     if implementation == "pallas" and dtype == jnp.bfloat16:
         (wide,) = inline_ptx(
@@ -60,22 +59,29 @@ def quarters(
         return wide
     bits = codes.astype(jnp.int32)
     low, sign = (bits << (22 - 4 * half)) & (7 << 22), (bits << (28 - 4 * half)) & -(2**31)
-    size = jax.lax.bitcast_convert_type(low | 0x3E000000, jnp.float32)
-    size = jnp.minimum(size, 2.0 * size - 0.25)
+    size = jax.lax.bitcast_convert_type(low | 0x40000000, jnp.float32)
+    size = jnp.minimum(0.25 * size, 0.5 * size - 1.0)
     signed = jax.lax.bitcast_convert_type(size, jnp.int32) | sign
     return jax.lax.bitcast_convert_type(signed, jnp.float32).astype(dtype)
 
 
-def fourfold(scales: Array) -> Array:
-    """Four times the powers of two f32 that scales u8 are; at most 2^127."""
-    exponents = jnp.minimum(scales.astype(jnp.int32) + 2, 254)
-    return jax.lax.bitcast_convert_type(exponents << 23, jnp.float32)
+def powers_of(scales: Array) -> Array:
+    """The powers of two f32 that scales u8 are, exact in bfloat16 too; that of 0 is 0."""
+    return jax.lax.bitcast_convert_type(scales.astype(jnp.int32) << 23, jnp.float32)
+
+
+def scaled(
+    codes: Array, scales: Array, half: int, dtype: jnp.dtype | type, implementation: str
+) -> Array:
+    """Values in a half of packed u8 ``[out, J]`` times scales u8 ``[out]``; they are exact."""
+    powers = powers_of(scales).astype(dtype)[:, None]
+    return values_of(codes, half, dtype, implementation) * powers
 
 
 def unpacked(codes: Array, scales: Array) -> Array:
     """Values f32 ``[..., K]`` of packed u8 ``[..., K / 2]`` with scales u8 ``[..., K / 32]``."""
-    values = jnp.concatenate([quarters(codes, half, jnp.float32) for half in range(2)], axis=-1)
-    return values * jnp.repeat(fourfold(scales), GROUP, axis=-1)
+    values = jnp.concatenate([values_of(codes, half, jnp.float32) for half in range(2)], axis=-1)
+    return values * jnp.repeat(powers_of(scales), GROUP, axis=-1)
 
 
 def check_scales(name: str, shape: tuple[int, ...], scales: Array | None) -> None:

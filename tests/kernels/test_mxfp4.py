@@ -26,8 +26,8 @@ def expected_of(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
 def test_codes(half: int, dtype: str) -> None:
     """All values are exact, also the sign of zero, whatever the other half is."""
     codes = np.arange(256, dtype=np.uint8)
-    found = np.asarray(mxfp4.quarters(jnp.asarray(codes), half, dtype).astype("float32"))
-    expected = 0.25 * TABLE[codes >> 4 if half else codes & 15]
+    found = np.asarray(mxfp4.values_of(jnp.asarray(codes), half, dtype).astype("float32"))
+    expected = TABLE[codes >> 4 if half else codes & 15]
     np.testing.assert_array_equal(found.view(np.uint32), expected.view(np.uint32))
 
 
@@ -59,14 +59,16 @@ def test_own_instructions(half: int) -> None:
     for first in range(0, 256, 4):
         codes = np.arange(first, first + 4, dtype=np.uint8)
         found = run_ptx(mxfp4.PTX[half], int(codes.view(np.uint32)[0])).astype(np.float32)
-        expected = 0.25 * TABLE[codes >> 4 if half else codes & 15]
+        expected = TABLE[codes >> 4 if half else codes & 15]
         np.testing.assert_array_equal(found.view(np.uint32), expected.view(np.uint32))
 
 
 def test_scales() -> None:
-    scales = np.arange(253, dtype=np.uint8)
-    found = np.asarray(mxfp4.fourfold(jnp.asarray(scales)))
-    np.testing.assert_array_equal(found, np.ldexp(np.float32(1), scales.astype(np.int32) - 125))
+    scales = np.arange(255, dtype=np.uint8)
+    found = np.asarray(mxfp4.powers_of(jnp.asarray(scales)))
+    expected = np.ldexp(np.float32(1), scales.astype(np.int32) - 127)
+    np.testing.assert_array_equal(found[1:], expected[1:])
+    assert found[0] == 0
 
 
 def test_blocks_of_pairs() -> None:
