@@ -174,6 +174,7 @@ def _read(config: Fields) -> dict[str, Any]:
     stated = config.fields("quantization_config")
     method = stated.get("quant_method", Any, config.get("quant_method", Any, None))
     width = config.get("intermediate_size", PositiveSize)
+    config.get("experts_per_token", Any, None)  # repeats num_experts_per_tok
     windows = layer_windows(config, lambda i: i % 2 == 0)
     own = {
         "swiglu_limit": config.get("swiglu_limit", Scale, 7.0),

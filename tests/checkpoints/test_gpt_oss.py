@@ -11,6 +11,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from specjax.checkpoints import export_draft, export_fp8, open_target
+from specjax.checkpoints.presets import PRESETS
 from specjax.cli.main import main
 from specjax.engine.args import EngineArgs
 from specjax.engine.plan import plan_engine
@@ -46,6 +47,56 @@ def test_configuration(folder: Path) -> None:
     assert config.quantization is None
     assert config.has_packed_experts
     assert not open_target(folder / "whole").config.has_packed_experts  # type: ignore[attr-defined]
+
+
+PUBLISHED: dict[str, Any] = {
+    "architectures": ["GptOssForCausalLM"],
+    "attention_bias": True,
+    "attention_dropout": 0.0,
+    "eos_token_id": 200002,
+    "experts_per_token": 4,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 2880,
+    "initial_context_length": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 2880,
+    "layer_types": ["sliding_attention", "full_attention"] * 12,
+    "max_position_embeddings": 131072,
+    "model_type": "gpt_oss",
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 8,
+    "num_local_experts": 32,
+    "output_router_logits": False,
+    "pad_token_id": 199999,
+    "quantization_config": {"modules_to_not_convert": ["lm_head"], "quant_method": "mxfp4"},
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "rope_type": "yarn",
+        "truncate": False,
+    },
+    "rope_theta": 150000,
+    "router_aux_loss_coef": 0.9,
+    "sliding_window": 128,
+    "swiglu_limit": 7.0,
+    "tie_word_embeddings": False,
+    "use_cache": True,
+    "vocab_size": 201088,
+}
+
+
+@pytest.mark.parametrize("of_draft", [False, True])
+def test_a_published_configuration_is_the_preset(tmp_path: Path, of_draft: bool) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED))
+    config = open_target(tmp_path, dtype="bfloat16", of_draft=of_draft).config
+    preset, _ = PRESETS["gpt-oss-20b"]
+    assert replace(config, eos_token_ids=()) == preset
 
 
 def test_layouts_give_the_same_matrices(folder: Path) -> None:
