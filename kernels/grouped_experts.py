@@ -69,12 +69,13 @@ class ExpertTiles:
 
     @classmethod
     def choose(
-        cls, num_rows: int, top_k: int, num_experts: int, max_height: int = MAX_HEIGHT
+        cls, num_rows: int, top_k: int, num_experts: int, max_height: int, halves: int
     ) -> "ExpertTiles":
         """Tiles by the mean number of rows of an expert.
 
         For layers of Qwen3-30B-A3B (H200), they were within 5 % of the fastest of 24 to 48 in
-        bfloat16 with 1 to 8,192 rows, and within 9 % of 8 to 10 in FP8 with 1 to 2,048.
+        bfloat16 with 1 to 8,192 rows, within 9 % of 8 to 10 in FP8 with 1 to 2,048, and (gpt-oss)
+        the fastest of 7 in MXFP4 with 8 to 128.
         """
         mean = num_rows * top_k / num_experts
         # half of the experts have more rows than the mean
@@ -83,7 +84,8 @@ class ExpertTiles:
         lanes = min(MAX_LANES, max(1, math.ceil(mean / height)))
         if height > MAX_WARP_HEIGHT:
             return cls(height, 64, 128, lanes, 8 if height == MAX_HEIGHT else 4, 3)
-        return cls(height, 32 if num_rows <= 32 else 64, 64, lanes, 4, 4)
+        is_wide = num_rows > (MAX_LONE_ROWS if halves > 1 else 32)
+        return cls(height, 64 if is_wide else 32, 64, lanes, 4, 4)
 
 
 class _Matrix(NamedTuple):
@@ -112,11 +114,6 @@ class _Matrix(NamedTuple):
     def depth(self, itemsize: int) -> int:
         """Inputs per loop step; the number of rows does not choose it."""
         return min(_divisor(MAX_DEPTH_BYTES // itemsize, self.values.shape[-1]), self.group_size)
-
-    def unrolled(self, itemsize: int) -> int:
-        # steps that the loop takes at once: those of packed values read few bytes
-        count = self.values.shape[-1] // self.depth(itemsize)
-        return next(n for n in (4, 3, 2, 1) if count % n == 0) if self.halves > 1 else 1
 
     def product(self, x: Array) -> Array:
         """Products f32 of rows ``[R, inputs]`` with the matrix of one expert, by XLA."""
@@ -240,7 +237,7 @@ def _products(
     implementation: str,
 ) -> list[Array]:
     """Products f32 ``[height, width]`` of rows with some outputs of an expert's matrix."""
-    depth, unrolled = (f(x_ref.dtype.itemsize) for f in (matrix.depth, matrix.unrolled))
+    depth, size = matrix.depth(x_ref.dtype.itemsize), matrix.values.shape[2]
     mask = jnp.broadcast_to(is_live[:, None], (len(rows), depth))
 
     def scale_of(columns: Array, group: Array | int) -> Array:
@@ -248,29 +245,28 @@ def _products(
         return scale if matrix.halves > 1 else scale.astype(jnp.float32)[None]
 
     def step(i: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
-        totals = list(sums)
-        for at in (i * unrolled + part for part in range(unrolled)):
-            inputs, stored = at * depth + jnp.arange(depth, dtype=jnp.int32), dict[int, Array]()
-            for half in range(matrix.halves):
-                start = half * matrix.values.shape[2]
-                lhs = load(x_ref.at[rows[:, None], start + inputs[None, :]], mask=mask, other=0.0)
-                for j, columns in enumerate(outputs):
-                    # scales are read before the product, which hides their latency
-                    group = (start + at * depth) // matrix.group_size
-                    scale: Any = scale_of(columns, group) if matrix.num_groups > 1 else None
-                    if half == 0:
-                        stored[j] = matrix.values[expert, columns[:, None], inputs[None, :]]
-                    if matrix.halves > 1:
-                        rhs = mxfp4.scaled(stored[j], scale, half, lhs.dtype, implementation)
-                        scale = None
-                    else:
-                        rhs = widen(stored[j], lhs.dtype, implementation)
-                    product = row_dot(lhs, rhs, transpose=True)
-                    totals[j] += product if scale is None else product * scale
+        inputs = i * depth + jnp.arange(depth, dtype=jnp.int32)
+        totals, stored = list(sums), dict[int, Array]()
+        for start in range(0, matrix.halves * size, size):
+            lhs = load(x_ref.at[rows[:, None], start + inputs[None, :]], mask=mask, other=0.0)
+            for j, columns in enumerate(outputs):
+                # scales are read before the product, which hides their latency
+                group = (start + i * depth) // matrix.group_size
+                scale: Any = scale_of(columns, group) if matrix.num_groups > 1 else None
+                if start == 0:
+                    stored[j] = matrix.values[expert, columns[:, None], inputs[None, :]]
+                if matrix.halves > 1:
+                    half = start // size
+                    rhs = mxfp4.scaled(stored[j], scale, half, lhs.dtype, implementation)
+                    scale = None
+                else:
+                    rhs = widen(stored[j], lhs.dtype, implementation)
+                product = row_dot(lhs, rhs, transpose=True)
+                totals[j] += product if scale is None else product * scale
         return tuple(totals)
 
     zeros = (jnp.zeros((len(rows), len(outputs[0])), jnp.float32),) * len(outputs)
-    sums = list(jax.lax.fori_loop(0, matrix.values.shape[2] // depth // unrolled, step, zeros))
+    sums = list(jax.lax.fori_loop(0, size // depth, step, zeros))
     for i, columns in enumerate(outputs):
         if matrix.scales is not None and matrix.num_groups == 1:
             sums[i] *= scale_of(columns, 0)
@@ -408,9 +404,8 @@ def grouped_experts(
     if implementation == "xla" or num_slots == 0 or not fits:
         return _reference(x, experts, weights, (matrix_in, matrix_out), activation, dtype)
     if tiles is None:
-        is_limited = is_invariant and w_in.dtype.itemsize == 1
-        limit = MAX_WARP_HEIGHT if is_limited else MAX_HEIGHT
-        tiles = ExpertTiles.choose(num_rows, top_k, num_experts, limit)
+        limit = MAX_WARP_HEIGHT if is_invariant and w_in.dtype.itemsize == 1 else MAX_HEIGHT
+        tiles = ExpertTiles.choose(num_rows, top_k, num_experts, limit, matrix_in.halves)
     groups: tuple[Array, ...] = (experts.reshape(-1),)
     is_grouped = num_rows > MAX_LONE_ROWS
     num_groups = num_experts if is_grouped else num_slots
@@ -433,7 +428,7 @@ def grouped_experts(
         # bytes per loop step: rows, and columns of the matrix, of which gate and up are two
         step_bytes = matrix.values.shape[1] // num_tiles * matrix.values.dtype.itemsize
         step_bytes += tiles.height * x.dtype.itemsize * matrix.halves
-        step_bytes *= matrix.depth(x.dtype.itemsize) * matrix.unrolled(x.dtype.itemsize)
+        step_bytes *= matrix.depth(x.dtype.itemsize)
         return triton_call(
             partial(body, tiles=tiles, implementation=implementation),
             grid=(num_groups, num_tiles) if lanes == 1 else (num_tiles * lanes, num_groups),

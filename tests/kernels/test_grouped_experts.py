@@ -94,10 +94,16 @@ def draw(case: Case, dtype: str = "float32") -> Arrays:
     return Arrays(x, experts, weights, w_in, w_out, scales, biases)
 
 
-def values_of(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
+def values_of(packed: np.ndarray, scales: np.ndarray) -> np.ndarray:
     """Values f64 ``[..., K]`` of packed MXFP4, by a table."""
     table = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
-    values = np.concatenate([table, -table])[np.concatenate([codes & 15, codes >> 4], axis=-1)]
+    lanes = packed.view("<u2").reshape(*packed.shape[:-1], -1, 2)
+    codes = [
+        np.stack([lanes >> size & 7 | (lanes >> sign & 1) << 3 for sign, size in pairs], axis=-2)
+        for pairs in (((15, 6), (12, 3)), ((14, 0), (13, 9)))
+    ]
+    halves = [x.reshape(packed.shape) for x in codes]
+    values = np.concatenate([table, -table])[np.concatenate(halves, axis=-1)]
     return values * np.repeat(2.0 ** (scales.astype(np.float64) - 127), 32, axis=-1)
 
 
