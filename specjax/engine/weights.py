@@ -18,10 +18,12 @@ from specjax.checkpoints.quantization import quantised_source
 from specjax.checkpoints.stacks import unstacked
 from specjax.checkpoints.tensors import FLOATS, cast, in_memory, make_weight
 from specjax.checks import short
+from specjax.engine.loading import stream_weights
 from specjax.engine.plan import EnginePlan, open_drafts
 from specjax.models.declare import Recipe
-from specjax.models.flat import Weights
+from specjax.models.flat import FlatModel, Weights
 from specjax.models.hot_head import hot_columns
+from specjax.models.placement import Placement
 from specjax.runtime.runner import ModelRunner
 
 # Weights of target and draft by the engine's names, to replace those in use; others stay.
@@ -50,7 +52,7 @@ def load_weights(
             target = placement.put_weights(nets.target.random(0))
         else:
             _compile_checks(plan)
-            target = placement.put_weights(nets.target.order(plan.target.load_weights()))
+            target = _streamed(plan.target, nets.target, placement)
         if is_dummy:
             return target, placement.put_weights(nets.draft.random(1))
     named: dict[str, Any] = {
@@ -66,6 +68,15 @@ def load_weights(
     for checkpoint, flat, weights in loaded:
         check_finite(dict(zip(flat.names, weights, strict=True)), checkpoint.path)
     return target, draft
+
+
+def _streamed(checkpoint: Checkpoint[Any], flat: FlatModel[Any], place: Placement) -> Weights:
+    """Put each weight as soon as it is read, and wait, so that its host memory is free again."""
+    weights = {
+        name: jax.block_until_ready(place.put_weights(weight))
+        for name, weight in stream_weights(checkpoint)
+    }
+    return flat.order(weights)
 
 
 def weights_from_disk(

@@ -237,12 +237,13 @@ def test_engine_without_tokenizer_takes_ids_only(files, engine, tmp_path) -> Non
 
 
 def test_weights_are_shared_without_reading_them_again(files, engine, monkeypatch) -> None:
-    from specjax.checkpoints import DraftCheckpoint, TargetCheckpoint
+    from specjax.checkpoints import DraftCheckpoint
+    from specjax.engine import weights
 
     def refuse(*_: object) -> None:
         raise AssertionError("read again")
 
-    monkeypatch.setattr(TargetCheckpoint, "load_weights", refuse)
+    monkeypatch.setattr(weights, "stream_weights", refuse)
     monkeypatch.setattr(DraftCheckpoint, "load_weights", refuse)
     with files.small(share_weights_with=engine) as other:
         for ours, theirs in zip(other.runner.weights, engine.runner.weights, strict=True):
