@@ -1,10 +1,11 @@
-"""The device of an engine, and why JAX may not use the GPU of this machine."""
+"""The devices of an engine, and why JAX may not use the GPU of this machine."""
 
 import logging
 import os
 import re
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from glob import glob
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -13,9 +14,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from specjax.compiling.pool import usable_cores
+from specjax.models.shards import AXIS, Split
 
 logger = logging.getLogger(__name__)
 
@@ -70,13 +72,19 @@ def unused_gpu() -> str | None:
 
 @dataclass(frozen=True)
 class Placement:
-    """The device that holds weights, KV pools and tables, and runs every function on them."""
+    """The devices that hold weights, KV pools and tables, and run every function on them.
 
-    device: jax.Device
+    Several are a mesh of one axis: each has a piece of what is split, and the whole of the rest.
+    """
+
+    devices: tuple[jax.Device, ...]
 
     @classmethod
-    def on(cls, index: int = 0) -> "Placement":
-        """Device ``index`` of the default backend, whose threads follow a container's quota."""
+    def on(cls, index: int = 0, count: int = 1) -> "Placement":
+        """``count`` devices of the default backend from ``index`` on.
+
+        The threads of a CPU follow a container's quota. Raises ValueError if there are too few.
+        """
         os.environ.setdefault("PJRT_NPROC", str(usable_cores()))  # JAX's runtime reads no quota
         try:
             devices = jax.devices()
@@ -92,32 +100,54 @@ class Placement:
                 f"base_gpu_id={index} must be below {len(devices)}, the number of devices of kind "
                 f"{devices[0].device_kind}"
             )
+        if index + count > len(devices):
+            raise ValueError(
+                f"tp_size={count} from base_gpu_id={index} on exceeds {len(devices)}, the number "
+                f"of devices of kind {devices[0].device_kind}; lower tp_size or base_gpu_id"
+            )
         is_chosen = "cpu" in (jax.config.jax_platforms or "")  # type: ignore[attr-defined]
         if devices[index].platform == "cpu" and not is_chosen and (reason := unused_gpu()):
             logger.warning("running on the CPU: %s", reason)
-        return cls(devices[index])
+        return cls(tuple(devices[index : index + count]))
+
+    @property
+    def device(self) -> jax.Device:
+        """The first device."""
+        return self.devices[0]
+
+    @property
+    def count(self) -> int:
+        return len(self.devices)
 
     @property
     def on_cpu(self) -> bool:
         return self.device.platform == "cpu"
 
-    @property
-    def sharding(self) -> SingleDeviceSharding:
-        return SingleDeviceSharding(self.device)
+    @cached_property
+    def mesh(self) -> Mesh:
+        return Mesh(np.array(self.devices), (AXIS,))
+
+    def sharding(self, axis: int | None = None) -> SingleDeviceSharding | NamedSharding:
+        """Where an array is: in pieces of ``axis`` if that is set, else whole on each device."""
+        if self.count == 1:
+            return SingleDeviceSharding(self.device)
+        spec = PartitionSpec() if axis is None else PartitionSpec(*[None] * axis, AXIS)
+        return NamedSharding(self.mesh, spec)
 
     def put(self, values: Any) -> Any:
+        """Put arrays, whole, on each device."""
         # with a device, this takes 30 us on the host; with its sharding, 110
-        return jax.device_put(values, self.device)
+        return jax.device_put(values, self.device if self.count == 1 else self.sharding())
 
     def put_weights(self, values: Any) -> Any:
-        """Put weights.
+        """Put weights, whole, on each device.
 
         4-bit integers are not committed to the device, because compiled functions would refuse
         them: JAX states their layout differently for arrays and for functions (0.10, 0.11).
         """
 
         def put(value: Any) -> Any:
-            if value.dtype != jnp.int4:
+            if value.dtype != jnp.int4 or self.count > 1:
                 return self.put(value)
             is_array = isinstance(value, jax.Array)
             if is_array and value.devices() == {self.device} and not value.committed:
@@ -127,21 +157,34 @@ class Placement:
 
         return jax.tree.map(put, values)
 
-    def abstract(self, values: Any) -> Any:
-        """Shapes and dtypes of a pytree of arrays that will be on this device."""
+    def put_pieces(self, weight: Any, split: Split | None) -> Any:
+        """Put a whole weight: each device gets its piece if there is a ``split``."""
+        if self.count == 1 or split is None:
+            return self.put_weights(weight)
+        weight = np.asarray(weight)
+        pieces = (split.piece(weight, i, self.count) for i in range(self.count))
+        arrays = list(map(jax.device_put, pieces, self.devices))
+        sharding = self.sharding(split.axis)
+        return jax.make_array_from_single_device_arrays(weight.shape, sharding, arrays)
+
+    def abstract(self, values: Any, axis: int | None = None) -> Any:
+        """Shapes and dtypes of a pytree of arrays that will be on the devices, cut on ``axis``."""
+        sharding = self.sharding(axis)
         return jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self.sharding),
-            values,
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), values
         )
 
     def ints(self, *shape: int) -> Any:
-        """An abstract i32 array that will be on this device."""
+        """An abstract i32 array that will be whole on each device."""
         return self.abstract(jax.ShapeDtypeStruct(shape, jnp.int32))
 
     def zeros(self, abstract: Any) -> Any:
-        """Compile a function that returns a pytree of zeros with these shapes and dtypes."""
+        """Compile a function that returns a pytree of zeros with these shapes and dtypes.
+
+        They are where :meth:`abstract` says.
+        """
         make = jax.jit(
             lambda: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), abstract),
-            out_shardings=self.sharding,
+            out_shardings=jax.tree.map(lambda leaf: leaf.sharding, abstract),
         )
         return make.lower().compile()

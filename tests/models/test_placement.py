@@ -1,0 +1,72 @@
+"""Arrays on several devices: whole on each, or in pieces."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specjax.models.placement import Placement
+from specjax.models.shards import Split
+
+
+@pytest.fixture(scope="module")
+def pair() -> Placement:
+    return Placement.on(0, 2)
+
+
+@given(st.data(), st.integers(1, 4), st.integers(0, 1))
+def test_pieces_have_a_share_of_every_projection(data, count: int, axis: int) -> None:
+    shares = data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=3))
+    widths = tuple(count * share for share in shares)
+    weight = np.arange(3 * sum(widths)).reshape((3, -1) if axis else (-1, 3))
+    split = Split(axis, widths)
+    projections = np.split(weight, np.cumsum(widths)[:-1], axis=axis)
+    for device in range(count):
+        expected = [np.split(each, count, axis=axis)[device] for each in projections]
+        assert np.array_equal(
+            split.piece(weight, device, count), np.concatenate(expected, axis=axis)
+        )
+
+
+def test_each_device_gets_its_piece(pair: Placement) -> None:
+    weight = np.arange(24.0, dtype=np.float32).reshape(2, 12)
+    put = pair.put_pieces(weight, Split(1, (8, 4)))
+    assert put.sharding == pair.sharding(1)
+    own = [np.asarray(shard.data) for shard in put.addressable_shards]
+    assert np.array_equal(own[0], weight[:, [0, 1, 2, 3, 8, 9]])
+    assert np.array_equal(own[1], weight[:, [4, 5, 6, 7, 10, 11]])
+    (abstract,) = pair.abstract((weight,), 1)
+    assert put.sharding.is_equivalent_to(abstract.sharding, 2)
+
+
+def test_other_arrays_are_whole_on_each_device(pair: Placement) -> None:
+    weight = np.arange(6, dtype=np.float32)
+    for put in (pair.put(weight), pair.put_weights((weight,))[0], pair.put_pieces(weight, None)):
+        assert put.is_fully_replicated
+        assert put.devices() == set(pair.devices) == set(jax.devices()[:2])
+        assert np.array_equal(put, weight)
+    assert pair.ints(3).sharding.is_fully_replicated
+
+
+def test_zeros_are_where_their_shapes_say(pair: Placement) -> None:
+    shapes = jnp.ones((4, 2), jnp.int8), jnp.ones((2, 4), jnp.float32)
+    abstract = pair.abstract(shapes[0]), pair.abstract(shapes[1], 1)
+    whole, cut = pair.zeros(abstract)()
+    assert whole.is_fully_replicated
+    assert [shard.data.shape for shard in cut.addressable_shards] == [(2, 2), (2, 2)]
+    assert not whole.any()
+    assert not cut.any()
+
+
+def test_one_device_needs_no_mesh() -> None:
+    one = Placement.on(1)
+    assert one.sharding(1) == jax.sharding.SingleDeviceSharding(jax.devices()[1])
+    assert one.put_pieces(np.ones((2, 2)), Split(0, (2,))).devices() == {one.device}
+
+
+def test_too_few_devices_are_named() -> None:
+    count = len(jax.devices())
+    with pytest.raises(ValueError, match=rf"tp_size={count} from base_gpu_id=1 on exceeds {count}"):
+        Placement.on(1, count)
