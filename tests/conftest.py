@@ -56,6 +56,7 @@ BUILDERS = {
     "engine/test_grammar.py::engine",
     "engine/test_logprobs.py::test_prompt_logprobs_of_chunks_that_run_ahead",
     "engine/test_loop.py::test_a_fault_ends_every_kind_of_call",
+    "engine/test_mesh.py::pair",
     "engine/test_quantization.py::engines",
     "engine/test_weights.py::engine",
     "engine/test_weights.py::new_engine",

@@ -184,7 +184,10 @@ class EngineArgs:
         compile_cache_dir: folder for compiled functions; ``"auto"`` is the user's cache folder,
             ``None`` keeps JAX's own setting.
         show_progress: print sizes and a progress bar to standard error. Default: on a terminal.
-        base_gpu_id: index of the engine's device in ``jax.devices()``.
+        base_gpu_id: index of the engine's first device in ``jax.devices()``.
+        tp_size: number of devices that share the target's weights and KV, from ``base_gpu_id`` on.
+            Each has all of the draft. It must divide the heads, the KV heads, the inner width and
+            the vocabulary of the model. See docs/many_gpus.md.
         disaggregation_mode: ``"prefill"`` only computes prompts for other engines; ``"decode"``
             sends its prompts to such an engine if one is connected; see docs/disaggregation.md.
         disaggregation_address: ``host:port`` that the prefill side listens on and the decode side
@@ -253,6 +256,7 @@ class EngineArgs:
     compile_cache_dir: str | PathLike[str] | None = "auto"
     show_progress: bool | None = None
     base_gpu_id: Natural = 0
+    tp_size: Positive = 1
     disaggregation_mode: str | None = None
     disaggregation_address: str | None = None
     disaggregation_secret: str = field(default="", repr=False)
@@ -279,6 +283,7 @@ class EngineArgs:
                     raise ValueError(f"{name} needs disaggregation_mode='prefill' or 'decode'")
         elif self.disaggregation_address is not None:
             check_secret(self.disaggregation_address, self.disaggregation_secret)
+        self._check_devices()
         self._check_acceptance()
         if (most := self.shapes[-1].steps) > MAX_STEPS:
             raise ValueError(
@@ -286,6 +291,14 @@ class EngineArgs:
                 f"{MAX_STEPS}; got {most}"
             )
         self.check_simulation(self.shapes)
+
+    def _check_devices(self) -> None:
+        """Refuse options that several devices do not support yet."""
+        if self.tp_size == 1:
+            return
+        for name in ("disaggregation_mode", "enable_deterministic_inference"):
+            if value := getattr(self, name):
+                raise ValueError(f"{name}={value!r} needs tp_size=1, not {self.tp_size}")
 
     def _check_text(self) -> None:
         """Refuse options about text that need a tokenizer or a library."""

@@ -18,7 +18,7 @@ from specjax.engine.args import EngineArgs
 from specjax.engine.plan import EnginePlan, plan_engine
 from specjax.engine.weights import load_weights
 from specjax.runtime.runner import ModelRunner
-from specjax.runtime.runner_config import device_memory
+from specjax.runtime.runner_config import least_memory
 from specjax.runtime.timing import round_seconds
 from specjax.text.chat_template import start_renderer
 from specjax.text.tokenizer import Tokenizer
@@ -45,6 +45,11 @@ def build_engine(
             f"{plan.target.config.dtype} and matrices {plan.target.config.quantization}; got "
             f"{other.path}, {other.config.dtype} and {other.config.quantization}"
         )
+    if shared is not None and args.tp_size != (there := shared[0].args.tp_size):
+        raise ValueError(
+            f"tp_size={args.tp_size} must be {there}, that of share_weights_with: both engines "
+            "hold the same pieces of weights"
+        )
     if args.load_format != "dummy":
         for checkpoint in (plan.target, *plan.drafts):
             checkpoint.check_weights()  # before compiling, which may take minutes
@@ -59,7 +64,7 @@ def build_engine(
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
-            total = device_memory(plan.networks.placement.device)
+            total = least_memory(plan.networks.placement)
             raise ValueError(
                 f"{plan.needs.weight_bytes / 1e9:.2f} GB of weights and {plan.kv_bytes / 1e9:.2f} "
                 f"GB of KV do not fit into the free part of {total / 1e9:.2f} GB; stop other "
@@ -70,8 +75,8 @@ def build_engine(
 
 
 def open_cache(plan: EnginePlan) -> CompileCache | None:
-    directory, device = plan.args.compile_cache_dir, plan.networks.placement.device
-    return open_compile_cache(directory, *plan.cache_facts, devices=[device])
+    directory, devices = plan.args.compile_cache_dir, plan.networks.placement.devices
+    return open_compile_cache(directory, *plan.cache_facts, devices=devices)
 
 
 def compile_plan(plan: EnginePlan, *, on_use: bool = False) -> tuple[EnginePlan, ModelRunner]:

@@ -13,7 +13,7 @@ from specjax.kernels import deterministic as deterministic_kernels
 from specjax.kernels import kv_format
 from specjax.kv.holding import KVWrites
 from specjax.kv.recurrent import check_networks
-from specjax.models import experts, registry
+from specjax.models import experts, mesh, registry
 from specjax.models.declare import pool_windows, request_layers, request_shapes
 from specjax.models.flat import Networks
 from specjax.models.placement import Placement
@@ -77,8 +77,8 @@ class EnginePlan:
         models = nets.target_config, nets.draft_config, kinds
         modules = [fact for model in nets.models for fact in registry.cache_facts(model)]
         facts = *modules, *self.config.algorithm.cache_facts()
-        device = f"{nets.placement.device.device_kind} {nets.placement.device.id}"
-        return (*models, self.config, device, *facts)
+        devices = (f"{device.device_kind} {device.id}" for device in nets.placement.devices)
+        return (*models, self.config, *devices, *facts)
 
     def fitted(self, temporary_bytes: int) -> "EnginePlan":
         """Return a plan with as many pages as the temporary memory of functions permits."""
@@ -110,7 +110,10 @@ class EnginePlan:
             )
             if (hot := getattr(self.networks.draft_config, "hot", None)) is not None:
                 speculation += f", drafts among {hot.size} tokens"
-        kind, windows = self.networks.placement.device.device_kind, ""
+        place, windows = self.networks.placement, ""
+        kind, of_each = place.device.device_kind, ""
+        if place.count > 1:
+            kind, of_each = f"{place.count} x {kind}", ", on each"
         states = f", states {self.state_bytes / 1e9:.2f} GB" if self.state_bytes else ""
         kv = "" if self.args.kv_cache_dtype == "auto" else f" of {self.args.kv_cache_dtype}"
         if tokens := config.max_window_tokens:
@@ -122,7 +125,7 @@ class EnginePlan:
             f"requests, batch buckets {list(config.batch_buckets)}",
             f"{target.name} ({target.matrices}) on {kind}: weights "
             f"{self.weight_bytes / 1e9:.2f} GB{states}, KV "
-            f"{self.kv_bytes / 1e9:.2f} GB{kv}: "
+            f"{self.kv_bytes / 1e9:.2f} GB{kv}{of_each}: "
             f"{config.num_pages - 1} pages of {config.page_size} tokens, {config.max_total_tokens} "
             f"tokens{windows}",
         ]
@@ -155,7 +158,7 @@ def decide_pages(
 
     ``temporary_bytes`` of memory stay free while functions run.
     """
-    memory = sizing.device_memory(networks.placement.device) // MEMORY_GRANULE * MEMORY_GRANULE
+    memory = sizing.least_memory(networks.placement) // MEMORY_GRANULE * MEMORY_GRANULE
     transit_tokens = TRANSIT_TOKENS if args.disaggregation_mode == "decode" else 0
     window_pages = sizing.window_pages(networks.target.caches, config) if splits_pools(args) else ()
     for pools in (window_pages, ()):
@@ -177,6 +180,7 @@ def decide_pages(
             break
     config = replace(config, num_pages=num_pages)
     if config.window_pages and spare:
+        spare *= networks.target.shards  # the bytes of all devices
         pools = sizing.grown_window_pages(networks.target.caches, config, spare)
         config = replace(config, window_pages=pools)
         needs = sizing.memory_needs(networks, config, temporary_bytes, transit_tokens)
@@ -188,7 +192,7 @@ def plan_engine(args: EngineArgs) -> EnginePlan:
 
     Raises ValueError if the device is missing or sizes do not fit the model or the device.
     """
-    placement = Placement.on(args.base_gpu_id)
+    placement = Placement.on(args.base_gpu_id, args.tp_size)
     on_cpu = placement.on_cpu
     dtype = "float32" if args.dtype == "auto" and on_cpu else args.dtype
     target = open_target(args.model, dtype=dtype, revision=args.revision)
@@ -208,6 +212,8 @@ def plan_engine(args: EngineArgs) -> EnginePlan:
     for refusals in OWNERS:
         for reason in refusals(served[0], device, deterministic=deterministic):
             raise ValueError(reason)
+    for reason in mesh.refusals(served[0], served[1:], placement.count):
+        raise ValueError(reason)
     networks = args.algorithm.networks(*served, deterministic=deterministic, placement=placement)
     check_networks(networks, args, shapes)
     for text in (x for model in networks.configs for x in kv_format.warnings(model, device)):

@@ -44,12 +44,16 @@ def load_weights(
         if shared is not None:
             base, runner = shared
             is_here = base.networks.placement == placement
-            target, draft = runner.weights if is_here else placement.put_weights(runner.weights)
+            target, draft = runner.weights
+            if not is_here:
+                placed = nets.target.placed(placement), base.networks.draft.placed(placement)
+                target, draft = placement.move(runner.weights, placed)
             pairs = zip(plan.drafts, base.drafts, strict=False)
             if len(plan.drafts) == len(base.drafts) and all(a.has_weights_of(b) for a, b in pairs):
                 return target, draft
         elif is_dummy:
-            target = placement.put_weights(nets.target.random(0))
+            drawn = nets.target.random(0, placement)
+            target = placement.move(drawn, nets.target.placed(placement))
         else:
             _compile_checks(plan)
             target = _streamed(plan.target, nets.target, placement)
@@ -73,7 +77,7 @@ def load_weights(
 def _streamed(checkpoint: Checkpoint[Any], flat: FlatModel[Any], place: Placement) -> Weights:
     """Put each weight as soon as it is read, and wait, so that its host memory is free again."""
     weights = {
-        name: jax.block_until_ready(place.put_weights(weight))
+        name: jax.block_until_ready(place.put_pieces(weight, flat.split(name)))
         for name, weight in stream_weights(checkpoint)
     }
     return flat.order(weights)
@@ -214,14 +218,15 @@ def _device_check(shape: tuple[int, ...], dtype: Any, sharding: Any) -> Any:
 def _compile_checks(plan: EnginePlan) -> None:
     """Start to compile the checks of all weights: 0.2 s per shape on a GPU, as files are read."""
     nets, pool = plan.networks, ThreadPoolExecutor(2)
-    for leaf in set(nets.placement.abstract((*nets.target.abstract, *nets.draft.abstract))):
+    for leaf in {*nets.target.placed(nets.placement), *nets.draft.placed(nets.placement)}:
         if nets.placement.device.platform != "cpu" and jnp.issubdtype(leaf.dtype, jnp.floating):
             pool.submit(_device_check, leaf.shape, leaf.dtype, leaf.sharding)
     pool.shutdown(wait=False)
 
 
 def _is_finite(weight: Any) -> Any:
-    if isinstance(weight, jax.Array) and next(iter(weight.devices())).platform != "cpu":
+    devices = weight.devices() if isinstance(weight, jax.Array) else set()
+    if len(devices) > 1 or any(device.platform != "cpu" for device in devices):
         return _device_check(weight.shape, weight.dtype, weight.sharding)(weight)
     # Viewed as integers, non-finite values are at least infinity; 5 times as fast as isfinite.
     array = np.asarray(weight)
@@ -240,7 +245,8 @@ def replace_weights(runner: ModelRunner, replacement: NewWeights) -> Iterator[No
     for flat, weights in zip((nets.target, nets.draft), replacement, strict=True):
         for i, name in enumerate(flat.names):
             if name in weights:
-                weight = jax.block_until_ready(nets.placement.put_weights(weights[name]))
+                placed = nets.placement.put_pieces(weights[name], flat.split(name))
+                weight = jax.block_until_ready(placed)
                 runner.replace_weight(i, weight, draft=flat is nets.draft)
                 yield
     draft = dict(zip(nets.draft.names, runner.weights[1], strict=True))

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 from flax import nnx
 
+from specjax.models.shards import Split
 from specjax.models.weights import QuantArray, QuantLayout
 
 # A quantised matrix X has its scales in X_scale, and for zero points -zero * scale in X_offset.
@@ -71,12 +72,21 @@ class Recipe:
     dtype: str = "float32"
     layout: QuantLayout | None = None
     stacks: tuple[tuple[str, ...], ...] = field(default=(), compare=False)
+    # outputs of projections that a mesh cuts one by one, which files may join; empty: of the parts
+    widths: tuple[int, ...] = ()
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the weight, before ``layout`` cuts it."""
         width, inner = sum(tensor.shape[0] for tensor in self.parts), self.parts[0].shape[1:]
         return (*inner, width) if self.transpose else (width, *inner)
+
+    def split(self, kind: str) -> Split:
+        """How a mesh cuts the weight, for a ``kind`` as in :func:`weight`."""
+        if kind == "in":
+            return Split(0, self.shape[:1])
+        widths = self.widths or tuple(part.shape[0] for part in self.parts)
+        return Split(int(self.transpose), widths)
 
 
 Recipes = Mapping[str, Recipe]
@@ -102,6 +112,7 @@ def weight(
     stddev: float = 0.0,
     kind: type[nnx.Variable[Any]] = nnx.Param,
     stacks: tuple[tuple[str, ...], ...] = (),
+    widths: tuple[int, ...] = (),
 ) -> Any:
     """Declare a weight: a variable with this shape and dtype, and no values.
 
@@ -113,10 +124,11 @@ def weight(
         stddev: their standard deviation.
         kind: class of the variable.
         stacks: other tensors that files may have, see :class:`Recipe`.
+        widths: outputs of joined projections, see :class:`Recipe`.
     """
     tensors = (Part(stored, shape),) if isinstance(stored, str) else stored
     metadata: dict[str, Any] = {"split": split, "mean": mean, "stddev": stddev}
-    recipe = Recipe(tensors, stacks=stacks)
+    recipe = Recipe(tensors, stacks=stacks, widths=widths)
     return kind(jax.ShapeDtypeStruct(shape, dtype), recipe=recipe, **metadata)
 
 

@@ -19,6 +19,7 @@ from specjax.models.layers import Attend, DecoderLayer, Embedding, Linear
 from specjax.models.registry import layer_kinds
 from specjax.models.rope import rope_tables
 from specjax.models.routes import route_caches
+from specjax.models.shards import all_columns
 from specjax.models.weights import Kernel, dot, take_outputs
 from specjax.types import TokenInputs
 
@@ -26,12 +27,18 @@ from specjax.types import TokenInputs
 class CausalLM(nnx.Module):
     """Decoder-only language model; the caller supplies attention and KV storage."""
 
-    def __init__(self, config: ModelConfig, implementation: str | None = None) -> None:
-        self.config = config
+    def __init__(
+        self, config: ModelConfig, implementation: str | None = None, shards: int = 1
+    ) -> None:
+        """``shards`` devices share it; see models/shards.py."""
+        self.config, self.shards = config, shards
         self.implementation = implementation
         dtypes, size, vocab_size = config.dtypes, config.hidden_size, config.vocab_size
-        kinds = layer_kinds(config, implementation)
-        how: dict[str, Any] = {"implementation": implementation}
+        kinds = layer_kinds(config, implementation, shards)
+        how: dict[str, Any] = {"implementation": implementation, "shards": shards}
+        is_tied = config.tie_word_embeddings
+        # a device looks up tokens faster than it could get the rows of others
+        how |= {"split": "vocab" if is_tied else None}
         table = "model.embed_tokens"
         self.embedding = Embedding(vocab_size, size, table, dtype=dtypes.activations, **how)
         at = "model.layers."
@@ -39,7 +46,7 @@ class CausalLM(nnx.Module):
         self.norm = kinds[-1].norm(config, size, "model.norm")
         how |= {"bias": False, "dtypes": dtypes, "split": "vocab"}
         head = partial(Linear, size, Part("lm_head", (vocab_size,)), **how)
-        self.lm_head = None if config.tie_word_embeddings else head()
+        self.lm_head = None if is_tied else head()
 
     def __call__(
         self,
@@ -110,8 +117,10 @@ class CausalLM(nnx.Module):
     def logits(self, hidden: Array) -> Array:
         """Float32 logits ``[..., V]`` of final hidden states ``[..., D]``."""
         if self.lm_head is None:
-            return self._shaped(self.embedding.attend(hidden))
-        return self._shaped(self.lm_head(hidden, jnp.float32))
+            own = self.embedding.attend(hidden)
+        else:
+            own = self.lm_head(hidden, jnp.float32)
+        return all_columns(self._shaped(own), self.shards)
 
     def logits_of(self, hidden: Array, tokens: Array) -> Array:
         """Float32 logits ``[..., W]`` of selected token ids i32 ``[W]``."""

@@ -4,6 +4,7 @@ JAX traverses an nnx object in Python at every call. A flat tuple avoids this; t
 rebuilds the module from it.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,6 +19,7 @@ from specjax.config import ModelConfig, TransformerConfig
 from specjax.models.declare import Cache, Recipes, leaves
 from specjax.models.decoder import CausalLM
 from specjax.models.placement import Placement
+from specjax.models.shards import Split
 
 M = TypeVar("M", bound=nnx.Module)
 Weights = tuple[Array, ...]
@@ -29,9 +31,9 @@ class FlatModel(Generic[M]):
 
     ``names[i]`` is the dotted path of weight ``i``, for example ``layers.0.attention.qkv.kernel``
     (``....kernel.values`` and so on if quantised). ``initial[i]`` is the mean and
-    standard deviation of its random initial values, and ``splits[i]`` the axis that a mesh may
-    cut. ``recipes`` says by name which tensors of a checkpoint fill the weights. ``caches`` are
-    those of a target's layers.
+    standard deviation of its random initial values, and ``splits[i]`` the axis that a mesh of
+    ``shards`` devices cuts. Shapes are those of whole weights. ``recipes`` says by name which
+    tensors of a checkpoint fill the weights. ``caches`` are those of a target's layers.
     """
 
     graphdef: Any
@@ -42,6 +44,7 @@ class FlatModel(Generic[M]):
     splits: tuple[str | None, ...] = ()
     recipes: Recipes = field(default_factory=dict, hash=False)
     caches: tuple[Cache, ...] = ()
+    shards: int = 1
 
     @classmethod
     def of(cls, build: Callable[[], M]) -> "FlatModel[M]":
@@ -54,7 +57,8 @@ class FlatModel(Generic[M]):
         names = tuple(".".join(map(str, path)) for path in paths)
         by_name = {name: recipe for name, recipe in zip(names, recipes, strict=True) if recipe}
         caches = module.caches if isinstance(module, CausalLM) else ()
-        return cls(graphdef, treedef, names, abstract, initial, splits, by_name, caches)
+        shards = module.shards if isinstance(module, CausalLM) else 1
+        return cls(graphdef, treedef, names, abstract, initial, splits, by_name, caches, shards)
 
     @classmethod
     def empty(cls) -> "FlatModel[Any]":
@@ -62,22 +66,45 @@ class FlatModel(Generic[M]):
         return cls(None, jax.tree.structure(()), (), ())
 
     def rebuild(self, weights: Weights) -> M:
-        """Rebuild the module over ``weights``; call this inside a traced function."""
+        """Rebuild the module over ``weights``; call this inside a traced function.
+
+        On a mesh, they are the pieces of one device.
+        """
         state = jax.tree.unflatten(self.treedef, list(weights))
         return nnx.merge(self.graphdef, state) if self.names else None  # type: ignore[return-value]
 
-    def random(self, seed: int) -> Weights:
+    def split(self, name: str) -> Split | None:
+        """How a mesh cuts a weight; ``None`` if each device has all of it."""
+        if self.shards == 1:
+            return None
+        kind = self.splits[self.names.index(name)]
+        return None if kind is None else self.recipes[name].split(kind)
+
+    def placed(self, placement: Placement) -> Weights:
+        """Shapes and dtypes of the weights on the devices."""
+        splits = (self.split(name) for name in self.names)
+        axes = (None if split is None else split.axis for split in splits)
+        pairs = zip(self.abstract, axes, strict=True)
+        return tuple(placement.abstract(leaf, axis) for leaf, axis in pairs)
+
+    def random(self, seed: int, placement: Placement | None = None) -> Weights:
         """Draw random weights as ``initial`` states, on the device, without building the module.
+
+        With a ``placement`` of several devices, no device draws a whole weight that is split.
 
         One small function is compiled per shape, so that models with many weights start fast.
         """
         key = jax.random.key(seed)
         drawn = {}
+        shardings: list[Any] = [None] * len(self.names)
+        if placement is not None and placement.count > 1:
+            shardings = [leaf.sharding for leaf in self.placed(placement)]
         # the largest first: it is drawn in float32, while most of the memory is free
         for i in sorted(range(len(self.abstract)), key=lambda i: -self.abstract[i].size):
             leaf, (mean, stddev) = self.abstract[i], self.initial[i]
             if stddev:
-                drawn[i] = _normal(jax.random.fold_in(key, i), leaf.shape, leaf.dtype, stddev)
+                form = leaf.shape, leaf.dtype, stddev, shardings[i]
+                drawn[i] = _normal(jax.random.fold_in(key, i), *form)
             else:
                 drawn[i] = jnp.full(leaf.shape, mean, leaf.dtype)
         return tuple(drawn[i] for i in range(len(drawn)))
@@ -97,11 +124,15 @@ def recipes_of(network: Callable[..., nnx.Module], config: TransformerConfig) ->
     return FlatModel.of(partial(network, config)).recipes
 
 
-@partial(jax.jit, static_argnums=(1, 2, 3))
-def _normal(key: Array, shape: tuple[int, ...], dtype: jnp.dtype, stddev: float) -> Array:
+@partial(jax.jit, static_argnums=(1, 2, 3, 4))
+def _normal(
+    key: Array, shape: tuple[int, ...], dtype: jnp.dtype, stddev: float, sharding: Any = None
+) -> Array:
     if dtype == jnp.uint8:  # packed values
         return jax.random.bits(key, shape, dtype)
     values = stddev * jax.random.normal(key, shape)
+    if sharding is not None:
+        values = jax.lax.with_sharding_constraint(values, sharding)
     if jnp.issubdtype(dtype, jnp.integer):  # conversion wraps around
         values = values.clip(jnp.iinfo(dtype).min, jnp.iinfo(dtype).max)
     return values.astype(dtype)
@@ -120,7 +151,7 @@ class Networks:
     draft: FlatModel[Any]  # the algorithm's draft network; empty if it needs none
     target_config: ModelConfig
     draft_config: Any  # ``None`` if the algorithm needs no network
-    placement: Placement  # device of both
+    placement: Placement  # devices of both; only the target is split over them
 
     @property
     def configs(self) -> tuple[TransformerConfig, ...]:
@@ -135,5 +166,7 @@ class Networks:
 
     @property
     def weight_bytes(self) -> int:
-        leaves = (*self.target.abstract, *self.draft.abstract)
-        return sum(leaf.size * dtype_bits(leaf.dtype) // 8 for leaf in leaves)
+        """Bytes of the weights on a device."""
+        leaves = (*self.target.placed(self.placement), *self.draft.placed(self.placement))
+        sizes = ((math.prod(x.sharding.shard_shape(x.shape)), x.dtype) for x in leaves)
+        return sum(size * dtype_bits(dtype) // 8 for size, dtype in sizes)

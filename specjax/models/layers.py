@@ -24,6 +24,7 @@ from specjax.kernels.dot import plain_dot
 from specjax.kernels.rope_store import normed, rotate
 from specjax.models.declare import Cache, Part, Recipe, joined, weight
 from specjax.models.rope import RopeTables, rotated_rows
+from specjax.models.shards import all_sum, rows_of
 from specjax.models.weights import abstract_kernel, dot, partial_dot, take_outputs
 from specjax.types import TokenInputs
 
@@ -72,6 +73,7 @@ class LayerKind:
     softcap: float | None = None  # soft limit of attention scores
     sinks: bool = False  # one score per head that takes attention weight but has no value
     implementation: str | None = None  # of kernels, see specjax/kernels/backend.py
+    shards: int = 1  # devices that share heads and inner columns, see models/shards.py
     # the modules of a layer, each made with (config, kind, at)
     mixer: Callable[..., Any] = field(default_factory=lambda: Attention)
     feed_forward: Callable[..., Any] = field(default_factory=lambda: MLP)
@@ -95,11 +97,12 @@ class LayerKind:
 
     def linear(self, in_size: int, at: str, *tensors: Part, fused: str = "", **options: Any) -> Any:
         """A :class:`Linear` of projections, or of the one named ``fused`` if files join them."""
+        widths = tuple(tensor.shape[0] for tensor in tensors)
         if fused in self.fused:
             tensors = (joined(fused, tensors),)
         stored = (replace(tensor, name=self.tensor(at + tensor.name)) for tensor in tensors)
         how: dict[str, Any] = {"dtypes": self.dtypes, "implementation": self.implementation}
-        return Linear(in_size, *stored, **how, **options)
+        return Linear(in_size, *stored, widths=widths, shards=self.shards, **how, **options)
 
     def norm(self, config: TransformerConfig, size: int, name: str, **options: Any) -> "RMSNorm":
         how: dict[str, Any] = {"offset": self.norm_offset, "implementation": self.implementation}
@@ -124,7 +127,8 @@ class Linear(nnx.Module):
 
     Its outputs are those of stored projections. Each part has the number of outputs as its shape,
     and a name without ``.weight``. The kernel is quantised as ``dtypes`` say, unless they leave it
-    plain. A mesh may cut the axis ``split``, and ``in_factor`` multiplies the stored kernel.
+    plain. A mesh of ``shards`` devices cuts the axis ``split``, in each of the projections with
+    ``widths`` outputs, and ``in_factor`` multiplies the stored kernel.
     """
 
     def __init__(
@@ -134,17 +138,20 @@ class Linear(nnx.Module):
         bias: bool,
         dtypes: Dtypes,
         split: str | None = None,
+        shards: int = 1,
+        widths: tuple[int, ...] = (),
         in_factor: float = 1.0,
         implementation: str | None = None,
     ) -> None:
         self.implementation = implementation
+        # products that are split along their inputs are added up before the bias
+        self.num_sums = shards if split == "in" else 1
         out_size = sum(tensor.shape[0] for tensor in tensors)
         kernel = abstract_kernel(in_size, out_size, dtypes.without(*(x.name for x in tensors)))
         stored = (x.of("weight", in_size, factor=x.factor * in_factor) for x in tensors)
-        recipe, stddev = Recipe(tuple(stored), transpose=True), in_size**-0.5
+        recipe, stddev = Recipe(tuple(stored), transpose=True, widths=widths), in_size**-0.5
         self.kernel = nnx.Param(kernel, recipe=recipe, split=split, stddev=stddev)
-        biases = partial(weight, tuple(x.of("bias") for x in tensors), (out_size,))
-        # products that are split along their inputs are added up before the bias
+        biases = partial(weight, tuple(x.of("bias") for x in tensors), (out_size,), widths=widths)
         split = None if split == "in" else split
         self.bias = biases(dtypes.activations, split=split) if bias else None
 
@@ -153,14 +160,17 @@ class Linear(nnx.Module):
     ) -> Array:
         """Map ``[..., in]`` to selected outputs ``[..., out]``, by default in the dtype of x."""
         kernel = take_outputs(self.kernel[...], outputs)
-        out = dot(x, kernel, out_dtype, self.implementation)
+        out = all_sum(dot(x, kernel, out_dtype, self.implementation), self.num_sums)
         return out if self.bias is None else out + self.bias[outputs]
 
     def partial_sums(self, x: Array) -> Array:
         """Map ``[..., in]`` to partial sums f32 ``[P, ..., out]`` if a split pays off."""
         if self.bias is not None or resolve(self.implementation) == "xla":
             return self(x)
-        return partial_dot(x, self.kernel[...], self.implementation)
+        sums = partial_dot(x, self.kernel[...], self.implementation)
+        if self.num_sums == 1:
+            return sums
+        return all_sum(whole(sums, x.ndim, x.dtype), self.num_sums)
 
 
 class RMSNorm(nnx.Module):
@@ -212,19 +222,24 @@ class Embedding(nnx.Module):
         name: str,
         *,
         dtype: jnp.dtype,
+        split: str | None = None,
+        shards: int = 1,
         implementation: str | None = None,
     ) -> None:
-        """``name`` is that of the stored table without ``.weight``."""
-        self.implementation = implementation
+        """``name`` is that of the stored table without ``.weight``.
+
+        ``shards`` devices share the tokens if it is ``split``.
+        """
+        self.implementation, self.shards = implementation, 1 if split is None else shards
         table = partial(weight, f"{name}.weight", (vocab_size, size), dtype)
-        self.table = table(split="vocab", stddev=size**-0.5)
+        self.table = table(split=split, stddev=size**-0.5)
 
     def __call__(self, tokens: Array) -> Array:
         """Rows ``[..., D]`` of token ids ``[...]``."""
-        return self.table[...].at[tokens].get(mode="clip")
+        return rows_of(self.table[...], tokens, self.shards)
 
     def attend(self, x: Array) -> Array:
-        """Float32 logits ``[..., V]`` of hidden states ``[..., D]``."""
+        """Float32 logits ``[..., V]`` of hidden states ``[..., D]``, of the device's own tokens."""
         how: dict[str, Any] = {"is_transposed": True, "implementation": self.implementation}
         return plain_dot(x, self.table[...], jnp.float32, **how)
 
@@ -292,9 +307,10 @@ class Attention(nnx.Module):
         """``in_size`` is the hidden width by default."""
         self.kind = kind
         heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
-        self.shape = (heads, kv_heads, dim)
+        self.shape = (heads // kind.shards, kv_heads // kind.shards, dim)
         queries = self.queries(config, kind)
-        self.num_queries = queries.shape[0] // dim  # or more, if a subclass also has gates
+        # or more, if a subclass also has gates
+        self.num_queries = queries.shape[0] // dim // kind.shards
         q_size, kv_size, size = heads * dim, kv_heads * dim, config.hidden_size
         has_norms, of_head, at = kind.qk_norm or kind.joint_qk_norm, kind.qk_norm, f"{at}self_attn."
         # Keys and values are stored divided by these. Queries and outputs are multiplied instead,
@@ -333,7 +349,9 @@ class Attention(nnx.Module):
     @property
     def cache(self) -> Cache:
         """Keys and values."""
-        return Cache(token_kv(self.kind.dtypes.kv, *self.shape[1:]), self.kind.window)
+        _, kv_heads, dim = self.shape
+        token = token_kv(self.kind.dtypes.kv, kv_heads * self.kind.shards, dim)
+        return Cache(token, self.kind.window)
 
     def __call__(
         self,

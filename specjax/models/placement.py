@@ -3,12 +3,13 @@
 import logging
 import os
 import re
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from glob import glob
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import jax
@@ -26,6 +27,12 @@ _to_int4 = jax.jit(lambda values: values.astype(jnp.int4))
 
 # maps each CUDA release that JAX is built for, newest first, to the lowest driver version
 DRIVERS = {13: 580, 12: 525}
+# Threads per device of a CPU that appears as several. Devices that wait for the others block them:
+# with 4 threads, 3 devices wait for ever.
+THREADS = 8
+# Devices of a mesh wait for each other, so all of them must run the calls of all engines and
+# threads in one order.
+_IN_ORDER = Lock()
 
 
 def driver_version() -> str:
@@ -85,7 +92,9 @@ class Placement:
 
         The threads of a CPU follow a container's quota. Raises ValueError if there are too few.
         """
-        os.environ.setdefault("PJRT_NPROC", str(usable_cores()))  # JAX's runtime reads no quota
+        # JAX's runtime reads no quota
+        threads = usable_cores() if count == 1 else max(usable_cores(), THREADS * count)
+        os.environ.setdefault("PJRT_NPROC", str(threads))
         try:
             devices = jax.devices()
         except (RuntimeError, AssertionError) as error:  # the plugin is absent or fails
@@ -123,6 +132,11 @@ class Placement:
     def on_cpu(self) -> bool:
         return self.device.platform == "cpu"
 
+    @property
+    def in_order(self) -> AbstractContextManager[Any]:
+        """Hold this while a function is dispatched."""
+        return nullcontext() if self.count == 1 else _IN_ORDER
+
     @cached_property
     def mesh(self) -> Mesh:
         return Mesh(np.array(self.devices), (AXIS,))
@@ -156,6 +170,12 @@ class Placement:
                 return _to_int4(jax.device_put(np.asarray(value).astype(np.int8)))
 
         return jax.tree.map(put, values)
+
+    def move(self, weights: Any, placed: Any) -> Any:
+        """Put the weights of another placement with as many devices to where ``placed`` says."""
+        if self.count == 1:
+            return self.put_weights(weights)
+        return jax.device_put(weights, jax.tree.map(lambda leaf: leaf.sharding, placed))
 
     def put_pieces(self, weight: Any, split: Split | None) -> Any:
         """Put a whole weight: each device gets its piece if there is a ``split``."""

@@ -126,12 +126,14 @@ def refusals(config: ModelConfig, device: jax.Device, *, deterministic: bool) ->
             )
 
 
-def layer_kinds(config: ModelConfig, implementation: str | None = None) -> tuple[LayerKind, ...]:
+def layer_kinds(
+    config: ModelConfig, implementation: str | None = None, shards: int = 1
+) -> tuple[LayerKind, ...]:
     """The kinds of the layers, with the exponents of their stored keys and values."""
     kinds = family_of(config).layers(config)
     exponents = config.kv_exponents or ((0, 0),) * len(kinds)
     return tuple(
-        replace(kind, implementation=implementation, exponents=pair)
+        replace(kind, implementation=implementation, shards=shards, exponents=pair)
         for kind, pair in zip(kinds, exponents, strict=True)
     )
 

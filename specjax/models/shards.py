@@ -1,8 +1,17 @@
-"""Split weights over the devices of a mesh: each has some heads, inner columns and tokens."""
+"""Split a network over the devices of a mesh: each has some heads, inner columns and tokens.
+
+A function over a mesh runs once per device, with the own piece of every weight that is split and
+the whole of all other values. Modules therefore have the sizes of one device. Products whose inputs
+are split are added up over all devices.
+"""
 
 from dataclasses import dataclass
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 AXIS = "tp"  # of the mesh
 
@@ -28,3 +37,51 @@ class Split:
             pieces.append(weight[index])
             start += width
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces, axis=self.axis)
+
+
+def all_sum(x: Array, count: int) -> Array:
+    """The sum of ``x`` over ``count`` devices, in its dtype; one device returns ``x``."""
+    return x if count == 1 else jax.lax.psum(x, AXIS)
+
+
+def all_columns(x: Array, count: int) -> Array:
+    """Join the own columns ``[..., W]`` of ``count`` devices to ``[..., count * W]``."""
+    return x if count == 1 else jax.lax.all_gather(x, AXIS, axis=x.ndim - 1, tiled=True)
+
+
+def rows_of(table: Array, index: Array, count: int) -> Array:
+    """Rows ``[..., D]`` of a table ``[V, D]``, of which each device has ``V / count`` rows.
+
+    An index outside the table reads the first or the last row.
+    """
+    if count == 1:
+        return table.at[index].get(mode="clip")
+    size = table.shape[0]
+    place = jnp.clip(index, 0, count * size - 1) - jax.lax.axis_index(AXIS) * size
+    is_own = (place >= 0) & (place < size)
+    rows = jnp.where(is_own[..., None], table.at[place].get(mode="clip"), 0)
+    return all_sum(rows, count)
+
+
+def over_mesh(function: Any, mesh: jax.sharding.Mesh, common: tuple[Any, ...]) -> Any:
+    """Run a function ``(*common, *inputs) -> (state, outputs)`` on every device of a mesh.
+
+    ``common`` has the abstract leading arguments, placed as the devices hold them. The third one is
+    the state. All other inputs and outputs are whole on each device.
+    """
+    specs = jax.tree.map(lambda leaf: leaf.sharding.spec, common)
+    whole = jax.sharding.PartitionSpec()
+
+    def per_device(*inputs: Any) -> Any:
+        of_inputs = (*specs, *[whole] * (len(inputs) - len(specs)))
+        run = jax.shard_map(
+            function,
+            mesh=mesh,
+            in_specs=of_inputs,
+            out_specs=(specs[2], whole),
+            check_vma=False,  # kernels have no rules for it
+        )
+        return run(*inputs)
+
+    per_device.__name__ = function.__name__
+    return per_device

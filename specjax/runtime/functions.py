@@ -13,6 +13,7 @@ from specjax.kernels.dot import MAX_SPLIT_ROWS
 from specjax.models.declare import num_extra
 from specjax.models.flat import Networks, Weights
 from specjax.models.routes import ROUTES_PER_CALL, take_routes
+from specjax.models.shards import over_mesh
 from specjax.models.weights import MAX_FUSED_ROWS
 from specjax.runtime.runner_config import RunnerConfig
 from specjax.sampling.accept_draws import COUPLED
@@ -132,7 +133,9 @@ class RoundFunctions:
             return function(resident, state, *arguments, config=config, **options)
 
         flat.__name__ = f"specjax_{function.__name__}"
-        return jax.jit(flat, donate_argnums=donated)
+        place = nets.placement
+        whole = flat if place.count == 1 else over_mesh(flat, place.mesh, self._common)
+        return jax.jit(whole, donate_argnums=donated)
 
     def jobs(self) -> Iterator[Job]:
         """Jobs for all functions that serving dispatches.

@@ -34,6 +34,7 @@ from specjax.types import (
     VerifyOutput,
 )
 
+HEADS = 3  # the axis of a KV pool that a mesh cuts
 # called with request slots i32 [B] including padding, the drafts, and the accepted tokens
 Watch = Callable[[jax.Array, VerifyInput, VerifyOutput], None]
 
@@ -140,7 +141,9 @@ class ModelRunner:
             )
         states = abstract_states(sizes.num_slots, nets.target_config.vocab_size)
         future = replace(future, logit_states=states)
-        return nets.placement.abstract(DeviceState(pools, future))
+        placed = nets.placement.abstract(DeviceState(pools, future))
+        heads = nets.placement.abstract(target, HEADS)
+        return replace(placed, pools=replace(placed.pools, target=heads))
 
     @property
     def max_top_logprobs(self) -> int:
@@ -164,9 +167,9 @@ class ModelRunner:
 
     def _functions(self) -> RoundFunctions:
         nets = self.networks
-        inputs = nets.target.abstract, nets.draft.abstract, self._by_slot
-        *weights, by_slot = nets.placement.abstract(inputs)
-        common = (*weights, self.abstract_state, by_slot)
+        place = nets.placement
+        weights = nets.target.placed(place), nets.draft.placed(place)
+        common = (*weights, self.abstract_state, place.abstract(self._by_slot))
         return RoundFunctions(nets, self.config, self.max_top_logprobs, common)
 
     def load(self, target: Weights, draft: Weights) -> None:
@@ -302,7 +305,8 @@ class ModelRunner:
         packed = pack_chunks(chunks, width, config.max_chunks(width))
         prefill, packed = self.compiled[name, width], self.networks.placement.put(packed)
         inputs = self._inputs([chunk.slot for chunk in chunks])
-        self.on_device, out = prefill(*inputs, packed)
+        with self.networks.placement.in_order:
+            self.on_device, out = prefill(*inputs, packed)
         return self._dispatched(out, [chunk.slot for chunk in chunks if chunk.following is None])
 
     def take_routes(
@@ -390,7 +394,9 @@ class ModelRunner:
         if self._watch and not self.compiled.has(("watched", tier, batch)):
             self._add(self._functions().split_round(tier, batch, watched=True))
         function = self.compiled[name, tier, batch]
-        self.on_device, out = function(*self._inputs(slots), padded, *inputs)
+        inputs = (*self._inputs(slots), padded, *inputs)
+        with self.networks.placement.in_order:
+            self.on_device, out = function(*inputs)
         return out
 
     def _dispatched(

@@ -16,6 +16,7 @@ from specjax.kv.recurrent import abstract_pool
 from specjax.kv.window_pages import pages_wanted
 from specjax.models.declare import Cache, pool_shapes, pool_windows
 from specjax.models.flat import Networks
+from specjax.models.placement import Placement
 from specjax.sampling.accept_draws import COUPLED, Acceptance
 from specjax.speculative.algorithm import SpeculativeAlgorithm, StateSizes
 from specjax.types import DraftShape
@@ -164,7 +165,7 @@ DEFAULT_MEM_FRACTION, DEFAULT_MEM_FRACTION_CPU = 0.85, 0.5
 
 
 class MemoryNeeds(NamedTuple):
-    """The device memory of a runner in bytes."""
+    """The memory of a runner on each device in bytes."""
 
     weight_bytes: int  # weights, and state whose size does not depend on the KV pool
     token_bytes: int  # state per token in the KV pool
@@ -183,7 +184,7 @@ def memory_needs(
     """
     single, double = (_state_bytes(networks, config, num_kv) for num_kv in (1, 2))
     token_bytes = double - single
-    window_bytes = tree_bytes(pool_shapes(networks.target.caches, (0, *config.num_kv[1:])))
+    window_bytes = _pool_bytes(networks, (0, *config.num_kv[1:]))
     fixed = networks.weight_bytes + single - token_bytes - window_bytes
     temporary = temporary_bytes + transit_tokens * token_bytes
     return MemoryNeeds(fixed, token_bytes, temporary, window_bytes)
@@ -191,9 +192,14 @@ def memory_needs(
 
 def _state_bytes(networks: Networks, config: RunnerConfig, num_kv: int) -> int:
     sizes = config.sizes._replace(num_kv=num_kv)
-    pools = pool_shapes(networks.target.caches, (num_kv, *config.num_kv[1:]))
     requests = abstract_pool(networks.target.caches, config.num_states)
-    return tree_bytes((config.algorithm.abstract_state(networks, sizes), pools, requests))
+    state = tree_bytes((config.algorithm.abstract_state(networks, sizes), requests))
+    return state + _pool_bytes(networks, (num_kv, *config.num_kv[1:]))
+
+
+def _pool_bytes(networks: Networks, num_kv: Sequence[int]) -> int:
+    """Bytes of the target's KV pools on a device."""
+    return tree_bytes(pool_shapes(networks.target.caches, num_kv)) // networks.target.shards
 
 
 def tree_bytes(arrays: Any) -> int:
@@ -225,6 +231,11 @@ def device_memory(device: jax.Device) -> int:
     if stats and "bytes_limit" in stats:
         return stats["bytes_limit"]
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def least_memory(placement: Placement) -> int:
+    """Number of bytes that the process can allocate on each of the devices."""
+    return min(map(device_memory, placement.devices))
 
 
 def plan_pages(

@@ -309,9 +309,10 @@ class SpeculativeAlgorithm(CommonAlgorithm, ABC):
         how = implementation
         if deterministic:  # drafts do not change texts, so only the target needs it
             how = "invariant-interpret" if implementation == "interpret" else "invariant"
-        model = FlatModel.of(partial(CausalLM, target, implementation=how))
+        placement = placement or Placement.on()
+        model = FlatModel.of(partial(CausalLM, target, implementation=how, shards=placement.count))
         draft = self.draft_model(draft_config, implementation)
-        return Networks(model, draft, target, draft_config, placement or Placement.on())
+        return Networks(model, draft, target, draft_config, placement)
 
     def abstract_state(self, networks: Networks, sizes: StateSizes) -> State:
         return ()

@@ -521,8 +521,8 @@ def test_a_secret_comes_from_a_file_or_the_environment(tmp_path, monkeypatch) ->
     [
         ("--temprature 1", "unrecognized arguments: --temprature"),
         ("--context-len 5", "unrecognized arguments: --context-len"),
-        ("--tp-size 2", "--tp-size 2 is not supported: an engine runs on one GPU"),
-        ("--tensor-parallel-size 8", "--base-gpu-id chooses; start a server per GPU"),
+        ("--tensor-parallel-size x", "--tensor-parallel-size: invalid int value: 'x'"),
+        ("--pp-size 2", "--pp-size 2 is not supported: --tp-size splits a model over GPUs"),
         ("--dtype float64", "invalid choice: 'float64'"),
         ("--disaggregation-secret hunter2", "is visible to other users"),
         ("--disaggregation-secret=hunter2", "SPECJAX_DISAGGREGATION_SECRET"),

@@ -44,6 +44,7 @@ vllm serve meta-llama/Llama-3.1-8B-Instruct --enable-auto-tool-choice --tool-cal
 vllm serve mistralai/Ministral-8B-Instruct-2410 --tokenizer-mode mistral --config-format mistral --load-format auto
 vllm serve Qwen/Qwen3-8B --api-key token-abc123 --served-model-name qwen
 vllm serve Qwen/Qwen3-8B --tensor-parallel-size 1 --swap-space 16
+vllm serve Qwen/Qwen3-32B --tensor-parallel-size 4
 vllm serve --trust-remote-code Qwen/Qwen3-8B
 vllm serve Qwen/Qwen3-8B --gpu_memory_utilization 0.9 --max_model_len 16384 --max_num_seqs 64
 vllm serve Qwen/Qwen3-8B --enable-chunked-prefill --max-num-batched-tokens 2048
@@ -84,10 +85,9 @@ sglang serve --model-path Qwen/Qwen3-8B --grammar-backend llguidance --decode-lo
 """.strip().splitlines()  # noqa: E501
 # line -> words of the answer; "" for those that name nothing to use instead
 ANSWERS = {
-    "vllm serve Qwen/Qwen3-32B --tensor-parallel-size 4": "a server per GPU",
-    "vllm serve Qwen/Qwen3-32B -tp 2": "a server per GPU",
-    "vllm serve Qwen/Qwen3-8B --data-parallel-size 4 --api-server-count 4": "a server per GPU",
-    "vllm serve Qwen/Qwen3-30B-A3B --enable_expert_parallel": "which has all experts",
+    "vllm serve Qwen/Qwen3-8B --data-parallel-size 4 --api-server-count 4": "a server for each",
+    "vllm serve Qwen/Qwen3-32B --pipeline-parallel-size 2": "--tp-size splits a model",
+    "vllm serve Qwen/Qwen3-30B-A3B --enable_expert_parallel": "experts are not split",
     "vllm serve Qwen/Qwen3-8B --enforce-eager": "--batch-buckets",
     "vllm serve Qwen/Qwen3-8B --enable-lora --lora-modules a=b": "merge their weights",
     "vllm serve TheBloke/Llama-2-13B-AWQ --quantization awq": "'fp8', 'int8', 'int4'",
@@ -105,7 +105,7 @@ ANSWERS = {
     "vllm collect-env": "use specjax env",
     "vllm run-batch -i in.jsonl -o out.jsonl --model Qwen/Qwen3-8B": "/v1/completions",
     "vllm serve Qwen/Qwen3.5-9B --mamba-ssm-cache-dtype float16": "layers are float32",
-    "python -m sglang.launch_server --model-path Qwen/Qwen3-8B --tp 2": "a server per GPU",
+    "python -m sglang.launch_server --model-path Qwen/Qwen3-8B --dp 2": "a server for each",
     "python -m sglang.launch_server --model-path Qwen/Qwen3-8B --disable-cuda-graph": "--batch-b",
     "python -m sglang.launch_server --model-path m --grammar-backend xgrammar": "'llguidance'",
     "python -m sglang.launch_server --model-path m --kv-cache-dtype fp8_e5m2": "'fp8_e4m3'",
@@ -230,7 +230,8 @@ def test_errors_name_the_option_that_was_typed(capsys) -> None:
             "error: --speculative-config: num_speculative_tokens: speculative_num_steps=0 must",
         ),
         ("--speculative-algorithm EAGLE3 --num-speculative-tokens 0", "-tokens: speculative_num_"),
-        ("--tp", "serve: error: --tp is not supported: an engine runs on one GPU"),
+        ("--pp", "serve: error: --pp is not supported: --tp-size splits a model over GPUs"),
+        ("--tp 0", "error: --tp: tp_size=0 must be"),
         ("--runner pooling", "serve: error: --runner pooling is not supported: only text"),
         ("--runner", "serve: error: --runner is not supported: only text"),
     ):

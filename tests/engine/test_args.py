@@ -135,7 +135,8 @@ def test_unknown_names_are_pythons_own_error() -> None:
     [
         ("model_path", "model_path: this option is called model here; pass model"),
         ("gpu_memory_utilization", "is called mem_fraction_static here"),
-        ("tensor_parallel_size", "tensor_parallel_size is not supported: an engine runs on one"),
+        ("tensor_parallel_size", "this option is called tp_size here; pass tp_size"),
+        ("pp_size", "pp_size is not supported: tp_size splits a model over GPUs of one host"),
         ("trust_remote_code", "trust_remote_code is not supported: code in a checkpoint never"),
         ("attention_backend", "attention_backend is not supported: the device decides"),
         ("disable_overlap_schedule", "disable_overlap_schedule: pass overlap=False"),

@@ -114,7 +114,6 @@ def test_a_mesh_may_cut_matrices_between_heads() -> None:
     flat = FlatModel.of(partial(CausalLM, replace(config, quantization=Quantization("int8"))))
     pairs = zip(flat.names, flat.splits, strict=True)
     assert {name.replace("layers.0.", ""): split for name, split in pairs if split} == {
-        "embedding.table": "vocab",
         "attention.qkv.kernel.values": "out",
         "attention.qkv.kernel.scale": "out",
         "attention.qkv.bias": "out",

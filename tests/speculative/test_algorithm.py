@@ -88,7 +88,7 @@ def runner_of(algorithm: SpeculativeAlgorithm) -> ModelRunner:
 def test_a_runner_has_the_map_that_its_algorithm_makes(monkeypatch: pytest.MonkeyPatch) -> None:
     runner = runner_of(Recorded("RECORDED", "eagle-3"))
     networks = runner.networks
-    monkeypatch.setattr(type(networks.placement), "abstract", lambda self, values: values)
+    monkeypatch.setattr(type(networks.placement), "abstract", lambda self, values, *_: values)
     future = runner.abstract_state.future
     assert future.rows["sizes"] == (4, 16, 128, networks.placement.device)
     assert future.tokens.shape == (5, 128)

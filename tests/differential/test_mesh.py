@@ -1,0 +1,111 @@
+"""Engines over two devices produce the tokens of dense decoding, with every algorithm and family.
+
+Dense decoding runs on one device with weights from the files, and without a KV cache.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specjax.testing import Files, letter_tokenizer
+from specjax.testing.files import CONFIG
+
+from ..support.meshes import PROMPTS, check_dense, dense_weights, replicas_that_differ
+from ..support.model_files import write_model
+from .draws import Drafts, Options
+from .rows import drafting
+
+pytestmark = pytest.mark.slow
+ROWS = [
+    ("EAGLE3", "tree", "fixed"),
+    ("EAGLE", "cut chain", "adaptive"),
+    ("P-EAGLE", "chain", "fixed"),
+    ("NGRAM", "tree", "fixed"),
+    ("STANDALONE", "tree", "fixed"),
+    ("MULTI_LAYER_EAGLE", "chain", "fixed"),
+    ("DFLASH", "chain", "fixed"),
+    ("DSPARK", "chain", "adaptive"),
+    ("markov", "chain", "fixed"),
+    ("NONE", "", ""),
+]
+# settings of models that split other weights than the plain target's
+FAMILIES: dict[str, dict[str, Any]] = {
+    "tied embeddings, biases": {
+        "model_type": "qwen2",
+        "qkv_bias": True,
+        "tie_word_embeddings": True,
+    },
+    "norms of heads": {"model_type": "qwen3", "qk_norm": True},
+    "all biases": {
+        "model_type": "llama",
+        "qkv_bias": True,
+        "output_bias": True,
+        "mlp_bias": True,
+    },
+    "joined projections": {"model_type": "phi3"},
+    "windows, norms of outputs, soft caps": {
+        "model_type": "gemma2",
+        "tie_word_embeddings": True,
+        "windows": (8, 0),
+        "attention_softcap": 0.7,
+        "logit_softcap": 5.0,
+        "embedding_scale": CONFIG.hidden_size**0.5,
+    },
+}
+
+
+def options_of(row: tuple[str, str, str], drafts: Drafts) -> Options:
+    if row[0] == "NONE":
+        return {"speculative": False}
+    algorithm, shape, steps = row
+    return {"draft": None} | drafting((algorithm, shape, "", 0, "", steps, 1), drafts)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: " ".join(row))
+def test_every_algorithm_drafts_for_a_split_target(
+    row: tuple[str, str, str], files: Files, drafts: Drafts
+) -> None:
+    with files.engine(tp_size=2, overlap=row[0] == "EAGLE3", **options_of(row, drafts)) as made:
+        accepted = check_dense(made, dense_weights(made))
+        assert (accepted > 0) == (row[0] != "NONE")
+        assert not replicas_that_differ(made)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request: Any, files: Files, tmp_path_factory: pytest.TempPathFactory) -> Files:
+    folder: Path = tmp_path_factory.mktemp("family")
+    config = replace(CONFIG, **FAMILIES[request.param])
+    target = write_model(folder / "target", config, tokenizer=letter_tokenizer())
+    return replace(files, target=target)
+
+
+def test_every_family_is_split(family: Files) -> None:
+    options: Options = {"speculative_algorithm": "NGRAM", "draft": None, "page_size": 1}
+    with family.engine(tp_size=2, speculative=False, **options) as made:
+        check_dense(made, dense_weights(made))
+        assert not replicas_that_differ(made)
+
+
+@pytest.mark.parametrize("way", ["rejection", "grammar", "several rounds"])
+def test_other_ways_to_serve_a_split_target(way: str, files: Files) -> None:
+    options: dict[str, Options] = {
+        "rejection": {"speculative_use_rejection_sampling": True},
+        "grammar": {"grammar_backend": "llguidance"},
+        "several rounds": {"rounds_per_dispatch": 3, "speculative_adaptive": True},
+    }
+    texts = []
+    requests: list[Options] = [
+        {"temperature": 0.0},
+        {"temperature": 0.9, "sampling_seed": 5},
+    ]
+    if way == "grammar":
+        requests = [request | {"regex": "[a-f]{3,30}x"} for request in requests]
+    for count in (1, 2):
+        with files.engine(tp_size=count, **options[way]) as made:
+            params = [{"max_new_tokens": 24} | request for request in requests]
+            outputs = [made.generate(input_ids=PROMPTS, sampling_params=p) for p in params]
+            texts.append([[x["output_ids"] for x in output] for output in outputs])
+            assert not replicas_that_differ(made)
+    assert texts[0] == texts[1]

@@ -1,0 +1,198 @@
+"""An engine whose target is split over two devices writes the texts of one device."""
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from specjax import Engine, SamplingParams
+from specjax.config import Quantization
+from specjax.engine.args import EngineArgs
+from specjax.engine.plan import plan_engine
+from specjax.models.mesh import refusals
+from specjax.testing import Files
+from specjax.testing.models import TARGET
+
+from ..support.meshes import PROMPTS, check_dense, dense_weights, replicas_that_differ
+
+COUNT = 2
+PROCESSED = {
+    "temperature": 1.0,
+    "top_p": 0.8,
+    "top_k": 20,
+    "min_p": 0.02,
+    "sampling_seed": 9,
+    "repetition_penalty": 1.2,
+    "logit_bias": {"5": 2.0},
+}
+COLLECTIVES = (
+    r"= .*?(all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\("
+)
+
+
+@pytest.fixture(scope="module")
+def pair(files: Files) -> Iterator[Engine]:
+    with files.engine(tp_size=COUNT) as made:
+        yield made
+
+
+def test_tokens_are_those_of_dense_decoding(pair: Engine) -> None:
+    assert check_dense(pair, dense_weights(pair)) > 20
+    assert not replicas_that_differ(pair)
+
+
+@pytest.mark.slow
+def test_processed_logits_and_their_reports_are_those_of_one_device(
+    pair: Engine, base_engine: Engine
+) -> None:
+    params = SamplingParams(max_new_tokens=24, ignore_eos=True, **PROCESSED)
+    reports = {"return_logprob": True, "top_logprobs_num": 3, "logprob_start_len": 0}
+    ours, theirs = (
+        made.generate(input_ids=PROMPTS, sampling_params=params, **reports)
+        for made in (pair, base_engine)
+    )
+    for one, other in zip(ours, theirs, strict=True):
+        assert one["output_ids"] == other["output_ids"]
+        for name in ("output_token_logprobs", "input_token_logprobs"):
+            values, expected = (
+                [value for value, *_ in x["meta_info"][name] if value is not None]
+                for x in (one, other)
+            )
+            assert values == pytest.approx(expected, abs=1e-4)
+
+
+def test_each_device_has_a_share_of_the_target_and_all_of_the_draft(pair: Engine) -> None:
+    runner = pair.runner
+    target, draft = runner.networks.target, runner.networks.draft
+    cut = {
+        name.split(".")[-2]
+        for name, weight in zip(target.names, runner.weights[0], strict=True)
+        if not weight.is_fully_replicated
+    }
+    assert cut == {"qkv", "output", "gate_up", "down", "lm_head"}
+    assert all(weight.is_fully_replicated for weight in runner.weights[1])
+    (pool,) = runner.on_device.pools.target
+    assert [shard.data.shape for shard in pool.addressable_shards] == [
+        (*pool.shape[:3], pool.shape[3] // COUNT, pool.shape[4])
+    ] * COUNT
+    stats = Counter[Any]()
+    for leaf in jax.tree.leaves((runner.weights, runner.on_device)):
+        stats.update({shard.device: shard.data.nbytes for shard in leaf.addressable_shards})
+    # the plan counts the bytes of a device
+    planned = pair._plan.needs.weight_bytes + pair._plan.kv_bytes + 4 * pair._plan.needs.token_bytes
+    assert [*stats.values()] == [pytest.approx(planned, rel=0.01)] * COUNT
+    assert len(draft.names) > 5
+    assert "on 2 x cpu" in pair._plan.describe()[-1]
+
+
+def test_devices_exchange_two_sums_of_a_layer_and_the_logits(pair: Engine) -> None:
+    pair.generate(input_ids=PROMPTS[:1], sampling_params={"max_new_tokens": 8})
+    compiled = {key: x for key, x in pair.runner.compiled.items() if key[0] in ("round", "prefill")}
+    assert compiled
+    state = pair.runner.abstract_state
+    state_bytes = sum(
+        np.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(state)
+    )
+    for function in compiled.values():
+        counts = Counter(re.findall(COLLECTIVES, function.as_text()))
+        assert counts == {"all-reduce": 2 * TARGET.num_layers, "all-gather": 1}
+        # all of the state is updated in place
+        assert function.memory_analysis().alias_size_in_bytes >= state_bytes
+
+
+@pytest.mark.slow
+def test_weights_are_replaced_under_their_whole_shapes(pair: Engine) -> None:
+    flat = pair.runner.networks.target
+    old = dict(zip(flat.names, dense_weights(pair), strict=True))
+    names = ("layers.0.attention.qkv.kernel", "layers.1.mlp.down.kernel", "lm_head.kernel")
+    new = {name: np.asarray(old[name])[::-1] for name in names}
+    pair.update_weights_from_tensor(new)
+    try:
+        check_dense(pair, tuple(jax.device_put({**old, **new}[name]) for name in flat.names))
+    finally:
+        pair.update_weights_from_tensor({name: old[name] for name in names})
+    check_dense(pair, tuple(old.values()))
+
+
+@pytest.mark.parametrize(
+    ("changes", "count", "text"),
+    [
+        ({"num_heads": 6}, 4, "tp_size=4 must divide num_attention_heads=6 "),
+        ({}, 4, "tp_size=4 must divide num_key_value_heads=2 "),
+        ({"intermediate_size": 47}, 2, "tp_size=2 must divide intermediate_size=47 "),
+        ({}, 2, "tp_size=2 must divide vocab_size=61 "),
+        ({"quantization": Quantization("int8")}, 2, "does not support quantised matrices yet"),
+        ({"kv_cache_dtype": "fp8_e4m3"}, 2, "does not support kv_cache_dtype='fp8_e4m3' yet"),
+        ({"model_type": "olmo2"}, 2, "does not support norms of all query heads together yet"),
+    ],
+)
+def test_models_that_cannot_be_split_are_refused(
+    changes: dict[str, Any], count: int, text: str
+) -> None:
+    config = replace(TARGET, **changes)
+    assert any(text in reason for reason in refusals(config, (), count))
+    assert not list(refusals(config, (), 1))
+
+
+def test_drafts_must_not_be_quantised() -> None:
+    draft = replace(TARGET, quantization=Quantization("int8"))
+    even = replace(TARGET, vocab_size=62)
+    assert not list(refusals(even, (even,), 2))
+    assert "quantised matrices yet" in next(refusals(even, (draft,), 2))
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"tp_size": 0}, "tp_size=0 must be"),
+        ({"tp_size": 2, "enable_deterministic_inference": True}, "inference=True needs tp_size=1"),
+        ({"tp_size": 2, "disaggregation_mode": "decode"}, "mode='decode' needs tp_size=1, not 2"),
+    ],
+)
+def test_options_that_exclude_each_other_are_refused(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        EngineArgs(**options)
+
+
+def test_engines_name_what_they_cannot_split(files: Files, pair: Engine) -> None:
+    for options, text in (
+        ({"tp_size": 1 + len(jax.devices())}, "tp_size=.* exceeds"),
+        ({"tp_size": 2, "quantization": "int8"}, "tp_size=2 does not support quantised"),
+        ({"tp_size": 2, "kv_cache_dtype": "fp8_e4m3"}, "kv_cache_dtype='fp8_e4m3' yet"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            plan_engine(EngineArgs(**files.arguments(**options)))
+    with pytest.raises(ValueError, match="tp_size=1 must be 2, that of share_weights_with"):
+        files.engine(share_weights_with=pair)
+
+
+@pytest.mark.slow
+def test_weights_of_a_mesh_are_shared(files: Files, pair: Engine) -> None:
+    with files.small(tp_size=COUNT, share_weights_with=pair, speculative=False) as other:
+        assert other.runner.weights[0][0] is pair.runner.weights[0][0]
+        check_dense(other, dense_weights(pair))
+
+
+@pytest.mark.slow
+def test_dummy_weights_are_drawn_in_pieces(files: Files) -> None:
+    simulated = {"load_format": "dummy", "simulate_accept_length": 2.5}
+    with files.small(tp_size=COUNT, **simulated) as made:
+        assert sum(not weight.is_fully_replicated for weight in made.runner.weights[0]) == 9
+        (kernel,) = (
+            weight
+            for name, weight in zip(
+                made.runner.networks.target.names, made.runner.weights[0], strict=True
+            )
+            if name == "layers.0.mlp.gate_up.kernel"
+        )
+        first, second = (np.asarray(shard.data) for shard in kernel.addressable_shards)
+        assert not np.array_equal(first, second)
+        result = made.generate(input_ids=PROMPTS[0], sampling_params={"max_new_tokens": 20})
+        assert len(result["output_ids"]) == 20
+        assert not replicas_that_differ(made)
