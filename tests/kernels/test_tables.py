@@ -203,7 +203,7 @@ SMALL: Spec = ((2, 8, 2, 1, 4), F32)
         (gather_rows, (SMALL, ((3, 1), I32)), r"index \(3, 1\) \[W\]"),
         (scatter_rows, (SMALL, ((3,), I32), SMALL), r"rows float32\(2, 8, 2, 1, 4\)"),
         (move_kv, (SMALL, ((3, 4), I32), ((3, 5), I32)), r"destination \(3, 5\) both \[B, A\]"),
-        (move_kv, (((8, 2, 1, 4), F32), PATHS, PATHS), r"pool \(8, 2, 1, 4\)"),
+        (move_kv, (((8, 2), F32), PATHS, PATHS), r"pool \(8, 2\)"),
         (compact_tree, (((2, 5), F32), PATHS), r"values \(2, 5\) must be \[B, T, ...\]"),
         (compact_tree, (((3,), F32), PATHS), r"values \(3,\)"),
         (add, (((2, 8), F32), ((1, 8), F32), ((8,), F32)), "partial sums"),
