@@ -52,7 +52,10 @@ class Conversation:
     ) -> None:
         tool_format = FORMATS.get(service.engine.tool_call_parser or "", NO_FORMAT)
         if service.engine.reasoning is not None:
-            messages = service.engine.reasoning.history(messages, variables)
+            try:
+                messages = service.engine.reasoning.history(messages, variables)
+            except ValueError as error:
+                raise ApiError(400, str(error), param="messages") from error
         tokenizer = service.tokenizer
         token_id = tokenizer.backend.token_to_id
         token_ids = {x: i for x in (START, END) if (i := token_id(x)) is not None}

@@ -9,6 +9,7 @@ out of the text of the completion.
 """
 
 import re
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -146,24 +147,36 @@ class Harmony:
     ) -> list[dict[str, Any]]:
         """Messages as the template of gpt-oss reads them: reasoning, and one call in each.
 
-        Replaces an effort of reasoning in ``variables`` that the model does not know.
+        The results of several calls follow their calls. Replaces an effort of reasoning in
+        ``variables`` that the model does not know. Raises ValueError if reasoning is not a text.
         """
-        if (effort := variables.get("reasoning_effort")) in _EFFORTS:
+        effort = variables.get("reasoning_effort")
+        if isinstance(effort, str) and effort in _EFFORTS:
             variables["reasoning_effort"] = _EFFORTS[effort]
-        results = {m.get("tool_call_id"): m for m in messages if m["role"] == "tool"}
         turns: list[dict[str, Any]] = []
-        for message in messages:
-            texts = [message.get("reasoning_content"), message["content"]]
-            if calls := message.get("tool_calls"):
-                thinking = "\n\n".join(filter(None, texts))
-                for call in calls:
-                    fields = {"content": "", "thinking": thinking, "tool_calls": [call]}
-                    turns.append(message | fields)
-                    thinking = ""
-                    if len(calls) > 1 and (result := results.pop(call.get("id"), None)):
-                        turns.append(result)
-            elif message["role"] != "tool" or results.get(message.get("tool_call_id")) is message:
-                turns.append(message | ({"thinking": texts[0]} if texts[0] else {}))
+        left = deque(messages)
+        while left:
+            message = left.popleft()
+            reasoning = message.get("reasoning_content")
+            if reasoning is not None and not isinstance(reasoning, str):
+                raise refused("reasoning_content", reasoning, "must be a string")
+            calls = message.get("tool_calls")
+            if not calls:
+                turns.append(message | ({"thinking": reasoning} if reasoning else {}))
+                continue
+            # later turns may have the same ids; results with no id of their own keep their order
+            results = dict[Any, dict[str, Any]]()
+            while left and left[0]["role"] == "tool":
+                key = left[0].get("tool_call_id")
+                is_new = isinstance(key, str) and key not in results
+                results[key if is_new else len(results)] = left.popleft()
+            thinking = "\n\n".join(filter(None, (reasoning, message["content"])))
+            for call in calls:
+                turns.append(message | {"content": "", "thinking": thinking, "tool_calls": [call]})
+                thinking, key = "", call.get("id")
+                if isinstance(key, str) and key in results:
+                    turns.append(results.pop(key))
+            turns += results.values()
         return turns
 
 

@@ -241,6 +241,15 @@ def test_the_prompt_of_a_history(client: Client, engine: Engine) -> None:
         "<|start|>user<|message|>hi<|end|><|start|>assistant<|message|>hmSo:|<|end|>"
         "<|start|>tool<|message|>9<|end|><|start|>assistant"
     )
+    odd = [
+        USER,
+        turns[0] | {"tool_calls": [call | {"id": []}] * 2},
+        turns[1] | {"tool_call_id": {}},
+    ]
+    assert client.post(CHAT, drawn(1, messages=odd, max_tokens=1)).status == 200
+    wrong = [USER, turns[0] | {"reasoning_content": [3]}]
+    error = client.post(CHAT, drawn(1, messages=wrong)).error
+    assert "reasoning_content" in error["message"]
 
 
 def test_stop_strings_and_decisions(client: Client) -> None:

@@ -353,4 +353,15 @@ def test_history() -> None:
     ]
     single = [turn | {"tool_calls": calls[:1]}, results[1], {"role": "tool", "content": "c"}]
     assert HARMONY.history(single, {})[1:] == single[1:]
+    # ids that each turn uses again, or none
+    two = [*single[:2], *single[:2], turn | {"tool_calls": calls}, *results, last]
+    assert [m for m in HARMONY.history(two, {}) if m["role"] == "tool"] == [
+        *single[1:2] * 2,
+        results[1],
+        results[0],
+    ]
+    odd = [turn | {"tool_calls": [{"id": []}, {}]}, single[1] | {"tool_call_id": []}, single[2]]
+    assert HARMONY.history(odd, {"reasoning_effort": []})[2:] == odd[1:]
+    with pytest.raises(ValueError, match="reasoning_content=3 must be a string"):
+        HARMONY.history([turn | {"reasoning_content": 3}], {})
     assert HARMONY.stop_ids == {HARMONY.ids["<|return|>"], HARMONY.ids["<|call|>"]}
