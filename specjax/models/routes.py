@@ -20,6 +20,8 @@ from specjax.models.experts import MixtureConfig
 OPTION = "enable_return_routed_experts"
 # tokens that are read in one call: 200 kB with 48 layers and 8 experts
 ROUTES_PER_CALL = 512
+# pieces of any requests that are on the device: 13 MB with these sizes
+MAX_PIECES = 64
 
 
 def with_routes(config: ModelConfig, args: Any) -> ModelConfig:
@@ -57,15 +59,27 @@ def take_routes(pool: Array, index: Array) -> Array:
 
 
 @dataclass
-class Routes:
-    """The routes of the tokens of one request; its last token has none.
+class RoutesPiece:
+    """The routes ``[W, layers with experts, K]`` of ``count`` tokens.
 
-    ``pieces`` are arrays ``[W, layers with experts, K]``, which may still be on their way from the
-    device, each with its number of tokens.
+    They may still be on their way from the device.
     """
 
+    values: Any
+    count: int
+
+    def read(self) -> np.ndarray:
+        """Wait for the values, and leave the device's memory."""
+        self.values = values = np.asarray(self.values)
+        return values
+
+
+@dataclass
+class Routes:
+    """The routes of the tokens of one request; its last token has none."""
+
     config: MixtureConfig
-    pieces: list[tuple[Any, int]] = field(default_factory=list)
+    pieces: list[RoutesPiece] = field(default_factory=list)
 
     @classmethod
     def wanted(cls, config: ModelConfig, is_wanted: bool) -> "Routes | None":
@@ -77,12 +91,26 @@ class Routes:
             raise refused("return_routed_experts", True, demand)
         return cls(config)
 
+    @property
+    def per_token(self) -> int:
+        """Number of experts that the array has for a token."""
+        return self.config.num_layers * self.config.num_experts_per_tok
+
     def array(self) -> np.ndarray:
         """The experts i32 ``[tokens, layers, K]``, zeros for layers without experts."""
-        config, num_tokens = self.config, sum(count for _, count in self.pieces)
+        config, num_tokens = self.config, sum(piece.count for piece in self.pieces)
         shape = num_tokens, config.num_layers, config.num_experts_per_tok
         experts, at = np.zeros(shape, np.int32), 0
-        for values, count in self.pieces:
-            experts[at : at + count, _routed_layers(config)] = np.asarray(values)[:count]
-            at += count
+        for piece in self.pieces:
+            end = at + piece.count
+            experts[at:end, _routed_layers(config)] = piece.read()[: piece.count]
+            at = end
         return experts
+
+
+def with_array(output: dict[str, Any]) -> dict[str, Any]:
+    """An output of a request, with the array of its routes in their place."""
+    meta = output.get("meta_info", {})
+    if isinstance(routes := meta.get("routed_experts"), Routes):
+        return output | {"meta_info": meta | {"routed_experts": routes.array()}}
+    return output

@@ -1,5 +1,6 @@
 """ModelRunner: holds weights, KV pools and rows on the device, and runs compiled functions."""
 
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,7 +16,7 @@ from specjax.kv.pages import PageView
 from specjax.kv.recurrent import abstract_pool
 from specjax.models.declare import num_extra, pool_shapes
 from specjax.models.flat import Networks, Weights
-from specjax.models.routes import ROUTES_PER_CALL
+from specjax.models.routes import MAX_PIECES, ROUTES_PER_CALL, RoutesPiece
 from specjax.runtime.functions import Job, RoundFunctions
 from specjax.runtime.runner_config import RunnerConfig, pick_bucket
 from specjax.sampling.logit_processor import abstract_states, mask_words, needs_history
@@ -118,6 +119,7 @@ class ModelRunner:
         self._slots_on_device: dict[tuple[int, ...], jax.Array] = {}
         self._empty_state: Any = None
         self._watch: Watch | None = None
+        self._routes = deque[RoutesPiece]()  # those that may be on the device
 
     @property
     def abstract_state(self) -> DeviceState:
@@ -309,19 +311,23 @@ class ModelRunner:
             self.on_device, out = prefill(*inputs, packed)
         return self._dispatched(out, [chunk.slot for chunk in chunks if chunk.following is None])
 
-    def take_routes(
-        self, pages: Sequence[int], start: int, end: int
-    ) -> list[tuple[jax.Array, int]]:
-        """Dispatch reads of the routes of tokens on these pages, as in ``Routes.pieces``."""
+    def take_routes(self, pages: Sequence[int], start: int, end: int) -> list[RoutesPiece]:
+        """Dispatch reads of the routes of tokens on these pages, as in ``Routes.pieces``.
+
+        Waits for the oldest ones, of any request, if many are on the device.
+        """
         table, size, pieces = np.array(pages, np.int32), self.config.page_size, []
         for begin in range(start, end, ROUTES_PER_CALL):
             places = np.arange(begin, min(begin + ROUTES_PER_CALL, end))
             index = np.zeros(ROUTES_PER_CALL, np.int32)
             index[: len(places)] = table[places // size] * size + places % size
             pool, index_there = self.on_device.pools.target[-1], self.networks.placement.put(index)
-            piece = self.compiled["take_routes",](pool, index_there)
-            piece.copy_to_host_async()
-            pieces.append((piece, len(places)))
+            values = self.compiled["take_routes",](pool, index_there)
+            values.copy_to_host_async()
+            pieces.append(RoutesPiece(values, len(places)))
+            self._routes.append(pieces[-1])
+            if len(self._routes) > MAX_PIECES:
+                self._routes.popleft().read()
         return pieces
 
     def watch_rounds(self, watch: Watch | None) -> None:

@@ -20,6 +20,7 @@ from weakref import WeakKeyDictionary, ref
 
 from specjax.checks import refused
 from specjax.compiling.pool import on_progress
+from specjax.models.routes import with_array
 from specjax.scheduling.request import Request
 from specjax.scheduling.scheduler import Scheduler
 
@@ -73,7 +74,7 @@ class Call:
 
     def results(self) -> Any:
         """The final outputs: a list if ``is_batch``, else the output of the only request."""
-        results = [request.result() for request in self.requests]
+        results = [with_array(request.result()) for request in self.requests]
         return results if self.is_batch else results[0]
 
     def publish(self, fail: Callable[[Request, Exception], None]) -> bool:
@@ -259,6 +260,7 @@ class EngineLoop:
             pass
         # building a result takes 0.2 us per token
         is_short = sum(len(request.output_ids) for request in call.requests) < MANY_TOKENS
+        is_short = is_short and all(request.routes is None for request in call.requests)
         return call.results() if is_short else await asyncio.to_thread(call.results)
 
     def stream(self, call: Call, *, owner: Any = None) -> Iterator[dict[str, Any]]:
@@ -267,7 +269,7 @@ class EngineLoop:
         with self._submitted(call, mailbox.put):
             while (outputs := _raise_error(mailbox.get())) is not None:
                 call.is_pending = False
-                yield from outputs
+                yield from map(with_array, outputs)
                 self.check_process()
 
     async def stream_async(self, call: Call, *, owner: Any = None) -> AsyncIterator[dict[str, Any]]:
@@ -279,7 +281,8 @@ class EngineLoop:
             while (outputs := _raise_error(await mailbox.get())) is not None:
                 call.is_pending = False
                 for output in outputs:
-                    yield output
+                    has_routes = "routed_experts" in output.get("meta_info", {})
+                    yield await asyncio.to_thread(with_array, output) if has_routes else output
 
     @contextmanager
     def _submitted(self, call: Call, deliver: Callable[[Item], bool | None]) -> Iterator[None]:

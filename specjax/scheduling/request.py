@@ -222,6 +222,14 @@ class Request:
         return (num_scored + self.max_new_tokens) * (1 + self.top_logprobs)
 
     @property
+    def max_experts(self) -> int:
+        """Maximum number of experts to report."""
+        if self.routes is None:
+            return 0
+        num_tokens = len(self.input_ids) + self.max_new_tokens
+        return (num_tokens - self.arguments.routed_experts_start_len) * self.routes.per_token
+
+    @property
     def known_ids(self) -> list[int]:
         return self.input_ids + self.output_ids
 
@@ -413,7 +421,7 @@ class Request:
         if self.arguments.return_hidden_states:
             meta["hidden_states"] = np.concatenate(self.output_hidden_states or [np.empty((0, 0))])
         if self.routes is not None and self.is_finished:
-            meta["routed_experts"] = self.routes.array()
+            meta["routed_experts"] = self.routes  # whose array the caller's thread makes
         return {"text": self.text, "output_ids": list(self.output_ids), "meta_info": meta}
 
     def streamed_text(self) -> str:

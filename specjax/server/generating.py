@@ -16,7 +16,7 @@ from specjax.scheduling.loop import Call
 from specjax.server.answers import Answer
 from specjax.server.exchange import Exchange
 from specjax.server.fields import GRAMMAR_FIELDS, ApiError, Body, parse_object
-from specjax.server.service import MAX_REPORTED, Service
+from specjax.server.service import MAX_EXPERTS, MAX_REPORTED, Service
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +55,13 @@ async def generate(
             400,
             f"up to {num_reported} log-probabilities requested; the limit is {MAX_REPORTED}; "
             "lower max_tokens (max_new_tokens), n or the number of top log-probabilities",
+        )
+    num_experts = sum(request.max_experts for request in call.requests)
+    if num_experts > MAX_EXPERTS:
+        raise ApiError(
+            400,
+            f"up to {num_experts} experts of tokens requested; the limit is {MAX_EXPERTS}; lower "
+            "max_tokens (max_new_tokens) or n, or raise routed_experts_start_len",
         )
     with service.admitted(len(call.requests)):
         work = (_stream if call.is_stream else _reply)(service, exchange, call, answer)
@@ -116,9 +123,9 @@ async def _answer_body(service: Service, call: Call, answer: Answer) -> bytes:
     with service.refusals():
         results = await service.engine.async_run(call)
     results = results if call.is_batch else [results]
-    counts = (result["meta_info"] for result in results)
-    size = sum(meta["prompt_tokens"] + meta["completion_tokens"] for meta in counts)
-    is_long = answer.wants_logprobs or "routed_experts" in results[0]["meta_info"]
+    metas = [result["meta_info"] for result in results]
+    size = sum(meta["prompt_tokens"] + meta["completion_tokens"] for meta in metas)
+    is_long = answer.wants_logprobs or any("routed_experts" in meta for meta in metas)
     if is_long and size > INLINE_LOGPROBS:
         return await asyncio.to_thread(answer.body, results)
     return answer.body(results)
@@ -134,7 +141,8 @@ async def _stream(service: Service, exchange: Exchange, call: Call, answer: Answ
         # start only now: a request that the queue refuses needs another status
         await exchange.start_events(answer.failed)
         while output is not None:
-            if events := chunk(output):
+            is_long = "routed_experts" in output.get("meta_info", {})
+            if events := await asyncio.to_thread(chunk, output) if is_long else chunk(output):
                 with service.unread.holding(exchange, report_bytes + len(events)):
                     await exchange.push(events)
             output = await anext(outputs, None)

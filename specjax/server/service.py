@@ -29,6 +29,9 @@ MAX_REQUESTS = 4096
 READS_AT_ONCE = 16
 # Maximum log-probabilities per request, for all tokens and their top tokens (25 MB).
 MAX_REPORTED = 2**19
+# Maximum experts of tokens per request (268 MB, and 358 MB as text). 48 layers, 8 experts and
+# 131,072 tokens have 5.0e7.
+MAX_EXPERTS = 2**26
 MAX_BODY_BYTES = 32 * 2**20
 MAX_UNREAD_BYTES = 128 * 2**20  # maximum size of finished responses that clients have not read
 STATES = ("ready", "starting", "stopping", "engine_failed")

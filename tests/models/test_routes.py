@@ -12,7 +12,7 @@ from specjax.config import ModelConfig
 from specjax.models.declare import num_extra, pool_layers, pool_shapes, pool_windows
 from specjax.models.decoder import CausalLM
 from specjax.models.experts import MixtureConfig
-from specjax.models.routes import Routes, route_caches, take_routes, with_routes
+from specjax.models.routes import Routes, RoutesPiece, route_caches, take_routes, with_routes
 from specjax.testing import TARGET
 
 SIZES: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
@@ -63,7 +63,7 @@ def test_an_array_has_zeros_for_layers_without_experts() -> None:
     assert routes.array().shape == (0, 3, 2)
     pool = np.random.default_rng(0).integers(6, size=(1, 30, 2, 2)).astype(np.uint8)
     index = np.array([5, 9, 2, 0], np.int32)
-    routes.pieces = [(take_routes(jnp.asarray(pool), index), count) for count in (4, 3)]
+    routes.pieces = [RoutesPiece(take_routes(jnp.asarray(pool), index), count) for count in (4, 3)]
     experts = routes.array()
     assert (experts.shape, experts.dtype) == ((7, 3, 2), np.int32)
     np.testing.assert_array_equal(experts[:, [0, 2]], pool[0, [5, 9, 2, 0, 5, 9, 2]])

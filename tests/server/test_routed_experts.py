@@ -1,5 +1,6 @@
 """Experts of tokens over HTTP: base64 of the array that the engine reports."""
 
+import threading
 from base64 import b64decode
 from collections.abc import Iterator
 from typing import Any
@@ -8,7 +9,8 @@ import numpy as np
 import pytest
 
 from specjax import Engine
-from specjax.server import make_app
+from specjax.models.routes import Routes, RoutesPiece
+from specjax.server import answers, generating, make_app, native
 from specjax.testing import Client, Files, running
 from specjax.testing.files import CONFIG
 
@@ -85,6 +87,56 @@ def test_chats_have_them(client: Client, mixture: Engine) -> None:
     *parts, last = client.stream(CHAT, body)
     assert not any("sglext" in part for part in parts)
     assert last["sglext"] == answer["sglext"]
+
+
+def test_no_caller_waits_for_the_experts_of_another(client: Client, monkeypatch: Any) -> None:
+    """Neither the event loop nor the engine's thread makes arrays and their texts."""
+    threads = set()
+
+    def recorded(function: Any) -> Any:
+        def run(*arguments: Any) -> Any:
+            threads.add(threading.current_thread().name.partition("_")[0])
+            return function(*arguments)
+
+        return run
+
+    monkeypatch.setattr(Routes, "array", recorded(Routes.array))
+    for module in (answers, native):
+        monkeypatch.setattr(module, "encoded", recorded(answers.encoded))
+    monkeypatch.setattr(generating, "INLINE_LOGPROBS", 1)
+    for route, text in ((COMPLETIONS, "prompt"), (GENERATE, "text")):
+        asked: dict[str, Any] = {text: [PROMPT, PROMPT], "return_routed_experts": True}
+        params = GREEDY if route == COMPLETIONS else {"sampling_params": PARAMS}
+        assert client.post(route, asked | params).status == 200
+        assert len([*client.stream(route, asked | params)]) > 1
+    assert threads <= {"asyncio", "uvloop"}  # names of the loop's other threads
+
+
+def test_few_pieces_stay_on_the_device(mixture: Engine, monkeypatch: Any) -> None:
+    readers, read = [], RoutesPiece.read
+
+    def counted(piece: RoutesPiece) -> np.ndarray:
+        readers.append(threading.current_thread())
+        return read(piece)
+
+    mixture.generate([PROMPT] * 3, PARAMS, return_routed_experts=True)
+    monkeypatch.setattr("specjax.runtime.runner.MAX_PIECES", 3)
+    monkeypatch.setattr(RoutesPiece, "read", counted)
+    results = mixture.generate([PROMPT] * 5, PARAMS, return_routed_experts=True)
+    here = threading.current_thread()
+    assert (len(readers), sum(thread is here for thread in readers)) == (10, 5)
+    first, *others = (result["meta_info"]["routed_experts"] for result in results)
+    for other in others:
+        np.testing.assert_array_equal(other, first)
+
+
+def test_an_answer_that_would_be_too_large(client: Client, monkeypatch: Any) -> None:
+    most = 2 * (len(PROMPT) + 9 - 3) * CONFIG.num_layers * 2
+    monkeypatch.setattr(generating, "MAX_EXPERTS", most)
+    body = {"prompt": PROMPT, "n": 2} | GREEDY | ASKED
+    assert client.post(COMPLETIONS, body).status == 200
+    error = client.post(COMPLETIONS, body | {"routed_experts_start_len": 2}).error
+    assert f"the limit is {most}; lower max_tokens" in error["message"]
 
 
 def test_who_is_refused(client: Client) -> None:
