@@ -30,6 +30,8 @@ TEXT: /(?s:.*)/
 """
 # tokens of a header without its end, after which it is content
 MAX_HEADER = 128
+# messages of a completion; what follows them is content, because the time per token grows with them
+MAX_MESSAGES = 128
 _MARK = re.compile("|".join(map(re.escape, MARKS)))
 _RECIPIENT = re.compile(r"(?:^|\s)to=(\S+)")
 _WORDS = ("assistant", ANALYSIS, "commentary", FINAL, "json", "code", "to=")
@@ -216,7 +218,8 @@ class MessageReader:
 
     def _push(self, token: int) -> None:
         mark = self._marks.get(token)
-        if mark is None or (self._open is not None and mark not in ENDS):
+        is_full = len(self._messages) >= MAX_MESSAGES
+        if mark is None or (self._open is not None and (is_full or mark not in ENDS)):
             self._run.append(token)
             if self._open is None and len(self._run) > MAX_HEADER:
                 self._open = self._plain()
@@ -238,6 +241,8 @@ class MessageReader:
                 self._messages.append(closed)
             self._open, self._header = None, ""
             self._start = place if mark == START else after
+            if len(self._messages) >= MAX_MESSAGES:
+                self._open = self._plain()
 
     def _take_run(self) -> None:
         text = self._decode(self._run)

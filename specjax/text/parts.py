@@ -1,6 +1,6 @@
 """The parts of an answer's text: reasoning, content and tool calls, whole or as they grow."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -164,13 +164,13 @@ class TextParts:
                 content += gap * bool(content and body) + body
         return reasoning, content, calls[: None if self.tools.is_parallel else 1]
 
-    def cuts(self, text: str, ids: Sequence[int]) -> list[str]:
+    def cuts(self, text: str, ids: Sequence[int]) -> Iterator[str]:
         """Longer and longer parts of a text, to be read in turn, so that messages come in order."""
-        if self._reader is None:
-            return [text]
-        stops = [message.stop for message in self._reader.read(text, ids, is_final=False)]
-        stops = [stop for stop in stops if stop and self._num_chars < stop < len(text)]
-        return [*(text[:stop] for stop in stops), text]
+        if self._reader is not None:
+            stops = [message.stop for message in self._reader.read(text, ids, is_final=False)]
+            stops = [stop for stop in stops if stop and self._num_chars < stop < len(text)]
+            yield from (text[:stop] for stop in stops)
+        yield text
 
     def count(self, ids: Sequence[int]) -> tuple[int, int]:
         """Count the tokens of the reasoning with its marks, and those before the content."""

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from specjax.sampling.boundary import BEGIN, Boundary, BoundaryWalk
 from specjax.sampling.grammar_compiler import GrammarCompiler
 from specjax.testing import letter_tokenizer
-from specjax.text.harmony import END, MARKS, MAX_HEADER, Harmony, MessageReader
+from specjax.text.harmony import END, MARKS, MAX_HEADER, MAX_MESSAGES, Harmony, MessageReader
 from specjax.text.parts import TextParts, Tools
 from specjax.text.tool_formats import FORMATS, ToolCall
 
@@ -193,6 +193,25 @@ def test_a_text_that_is_cut_at_a_stop_string() -> None:
     parts = make_parts()
     parts.read(THOUGHT[:31], ids, is_final=True)
     assert (parts.reasoning, parts.content) == ("h", "")
+
+
+@pytest.mark.parametrize("message", [f"{ANSWER}Hi{END}{BEFORE}", f"<|message|>{END}<|start|>"])
+def test_messages_without_end(message: str) -> None:
+    """After a number of messages, all is content, however the tokens come."""
+    text = message * (2 * MAX_MESSAGES)
+    ids = encode(text)
+    growing, rest = MessageReader(HARMONY, PROMPT), text.split(END, MAX_MESSAGES)[-1]
+    for end in (*range(0, len(ids), 97), len(ids)):
+        part = HARMONY.decode(ids[:end])
+        found = growing.read(part, ids[:end], is_final=False)
+        assert len(found) <= MAX_MESSAGES + 1
+    *_, last = found
+    assert (text[last.begin :], last.end) == (rest, None)
+    parts, contents = make_parts(), list[str]()
+    for part in parts.cuts(text, ids):
+        contents.append(parts.read(part, ids, is_final=part == text)[1])
+    assert "".join(contents).endswith(rest)
+    assert len(contents) <= MAX_MESSAGES + 1
 
 
 def test_counts_of_tokens() -> None:
