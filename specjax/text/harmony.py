@@ -11,6 +11,7 @@ out of the text of the completion.
 import re
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
@@ -104,7 +105,7 @@ class Harmony:
 
     def parts(self, prompt: Sequence[int], continued: str) -> dict[str, Any]:
         """Return the fields with which ``TextParts`` reads completions of a prompt."""
-        return {"may_reason": True, "new_reader": partial(MessageReader, self, prompt)}
+        return {"may_reason": True, "new_reader": MessageReader(self, prompt).copy}
 
     def boundary(
         self, prompt: Sequence[int], grammar: str, budget: int | None, *, is_list: bool
@@ -201,6 +202,12 @@ class MessageReader:
         self._messages, self._start = [], (0, 0)
         if header is None or self._open is not None:
             self._open = Message(self._header, 0, 0, 0, 0)
+
+    def copy(self) -> "MessageReader":
+        """Make a reader of another completion of the prompt, which is not read again."""
+        other = copy(self)
+        other._messages, other._run = [], []
+        return other
 
     def read(self, text: str, ids: Sequence[int], *, is_final: bool) -> list[Message]:
         """Return the messages whose content has begun in the text so far.

@@ -172,6 +172,19 @@ def test_other_prompts() -> None:
     assert read_parts(f"al<|message|>Hi{END}", prompt=f"{BEFORE}<|channel|>fin") == ("", "Hi", [])
 
 
+def test_choices_do_not_read_the_prompt_again(monkeypatch: Any) -> None:
+    """It may end with a long message that is continued."""
+    fields = HARMONY.parts(encode(f"{BEFORE}<|channel|>analysis<|message|>{'h' * 500}"), "")
+    monkeypatch.setattr(MessageReader, "_push", None)
+    first, other = (TextParts(**fields) for _ in range(2))
+    monkeypatch.undo()
+    text = f"m{END}{BEFORE}{ANSWER}Hi{END}"
+    first.read(text, encode(text), is_final=False)
+    other.read("h", encode("h"), is_final=False)
+    found = [(parts.reasoning, parts.content) for parts in (first, other)]
+    assert found == [("m", "Hi"), ("h", "")]
+
+
 def test_reasoning_in_the_content() -> None:
     text = f"{THOUGHT}{BEFORE}{ANSWER}Hi"
     assert read_parts(text, is_separate=False) == ("", text, [])
