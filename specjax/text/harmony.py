@@ -228,8 +228,7 @@ class MessageReader:
         is_full = len(self._messages) >= MAX_MESSAGES
         if mark is None or (self._open is not None and (is_full or mark not in ENDS)):
             self._run.append(token)
-            if self._open is None and len(self._run) > MAX_HEADER:
-                self._open = self._plain()
+            self._end_header()
             return
         self._take_run()
         place = self._num_chars, self._num_tokens
@@ -240,6 +239,7 @@ class MessageReader:
             self._open = Message(self._header, self._start[0], after[0], self._start[1], after[1])
         elif self._open is None and mark in (CHANNEL, CONSTRAIN):
             self._header += mark
+            self._end_header()
         else:
             if self._open is None and not _is_header(self._header):
                 self._open = self._plain()
@@ -257,6 +257,11 @@ class MessageReader:
         self._num_chars += len(text)
         self._num_tokens += len(self._run)
         self._run = []
+
+    def _end_header(self) -> None:
+        num_tokens = self._num_tokens + len(self._run) - self._start[1]
+        if self._open is None and num_tokens > MAX_HEADER:
+            self._open = self._plain()
 
     def _plain(self) -> Message:
         """Text where a header should be."""

@@ -227,6 +227,11 @@ def test_messages_without_end(message: str) -> None:
     assert len(contents) <= MAX_MESSAGES + 1
 
 
+def test_headers_of_marks_are_short() -> None:
+    marks = "<|channel|><|constrain|>" * MAX_HEADER
+    assert read_messages(f"{marks}<|message|>Hi{END}") == [("", "", f"{marks}<|message|>Hi")]
+
+
 def test_counts_of_tokens() -> None:
     text = f"{THOUGHT}{BEFORE}{THOUGHT}{BEFORE}{ANSWER}Hi<|return|>"
     ids, thought = encode(text), len(encode(THOUGHT))
