@@ -21,21 +21,14 @@ from ..support.mixture_files import write_glm, write_hybrid_mixture, write_mixtu
 from ..support.model_files import read_folder, write_hybrid
 from .draws import Drafts, Options
 from .rows import Row, drafting, serving
+from .test_mixtures import ROWS as OF_MIXTURES
 
 pytestmark = pytest.mark.slow
 ROUTES: Options = {"enable_return_routed_experts": True, "dtype": "float32"}
 # the target's own modules
 OWN: Options = {"draft": None, "speculative_algorithm": "NEXTN", "speculative_num_steps": 3}
 TREE: Options = {"speculative_eagle_topk": 3, "speculative_num_draft_tokens": 12}
-ROWS: list[Row] = [
-    ("EAGLE3", "tree", "ahead", 4, "here", "fixed", 1),
-    ("NGRAM", "tree", "in turn", 16, "split", "adaptive", 3),
-    ("DSPARK", "chain", "ahead", 1, "here", "adaptive", 1),
-    ("STANDALONE", "tree", "ahead", 4, "split", "fixed", 3),
-    ("DFLASH", "chain", "in turn", 4, "here", "fixed", 1),
-    ("EAGLE", "cut chain", "ahead", 1, "split", "adaptive", 3),
-    ("P-EAGLE", "chain", "in turn", 4, "here", "fixed", 1),
-]
+ROWS: list[Row] = [*OF_MIXTURES, ("P-EAGLE", "chain", "in turn", 4, "here", "fixed", 1)]
 
 
 def check_routes(engine: Engine, prompts: list[list[int]], count: int = 40, n: int = 1) -> Any:
