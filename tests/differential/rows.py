@@ -14,6 +14,14 @@ SEEN = (
     "greedy tokens",
     "seeded tokens",
 )
+OF_MIXTURES: list[Row] = [
+    ("EAGLE3", "tree", "ahead", 4, "here", "fixed", 1),
+    ("NGRAM", "tree", "in turn", 16, "split", "adaptive", 3),
+    ("DSPARK", "chain", "ahead", 1, "here", "adaptive", 1),
+    ("STANDALONE", "tree", "ahead", 4, "split", "fixed", 3),
+    ("DFLASH", "chain", "in turn", 4, "here", "fixed", 1),
+    ("EAGLE", "cut chain", "ahead", 1, "split", "adaptive", 3),
+]
 
 
 def drafting(row: Row, drafts: Drafts) -> Options:

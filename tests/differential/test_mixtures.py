@@ -10,17 +10,8 @@ import pytest
 from specjax.testing import Files, check_tokens
 
 from ..support.mixture_files import write_glm, write_mixture
-from .rows import BATCHES, SEEN, Row, drafting, serving
+from .rows import BATCHES, OF_MIXTURES, SEEN, drafting, serving
 from .trial import Reference, Trial
-
-ROWS: list[Row] = [
-    ("EAGLE3", "tree", "ahead", 4, "here", "fixed", 1),
-    ("NGRAM", "tree", "in turn", 16, "split", "adaptive", 3),
-    ("DSPARK", "chain", "ahead", 1, "here", "adaptive", 1),
-    ("STANDALONE", "tree", "ahead", 4, "split", "fixed", 3),
-    ("DFLASH", "chain", "in turn", 4, "here", "fixed", 1),
-    ("EAGLE", "cut chain", "ahead", 1, "split", "adaptive", 3),
-]
 
 
 @pytest.fixture(scope="module")
@@ -64,10 +55,10 @@ def test_an_engine_counts_the_experts_of_its_rounds(plain: Reference) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize(
-    "index", [0, 1, *(pytest.param(i, marks=pytest.mark.long) for i in range(2, len(ROWS)))]
+    "index", [0, 1, *(pytest.param(i, marks=pytest.mark.long) for i in range(2, len(OF_MIXTURES)))]
 )
 def test_engines_equal_plain_decoding(mixture, drafts, plain, index, device) -> None:
-    row = ROWS[index]
+    row = OF_MIXTURES[index]
     options = drafting(row, drafts) | serving(row)
     trial = Trial(mixture, plain, np.random.default_rng(index), options)
     counts = trial.run(BATCHES)

@@ -20,8 +20,7 @@ from ..support.dense_routes import dense_routes
 from ..support.mixture_files import write_glm, write_hybrid_mixture, write_mixture
 from ..support.model_files import read_folder, write_hybrid
 from .draws import Drafts, Options
-from .rows import Row, drafting, serving
-from .test_mixtures import ROWS as OF_MIXTURES
+from .rows import OF_MIXTURES, Row, drafting, serving
 
 pytestmark = pytest.mark.slow
 ROUTES: Options = {"enable_return_routed_experts": True, "dtype": "float32"}
