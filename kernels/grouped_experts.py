@@ -5,8 +5,8 @@ by expert first, so that the weights of an expert are read once for up to a tile
 rows are few, each slot is a group, which saves a launch. Weights of other experts are not read.
 
 A row has the same bits in any batch: each sum adds its inputs in ascending steps, and the size of a
-step follows from the matrix only. Groups and tiles choose which rows share a program. Matrices of 8
-bits need tiles of at most 32 rows for this, which only invariant implementations have.
+step follows from the matrix only. Groups and tiles choose which rows share a program. Matrices of 4
+and 8 bits need tiles of at most 32 rows for this, which only invariant implementations have.
 
 Axes: R rows, k choices, S = R k slots, E experts, D hidden, I inner, G groups of inputs.
 """
@@ -15,13 +15,12 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
-from specjax.kernels import mxfp4
 from specjax.kernels.backend import (
     INVARIANT,
     load,
@@ -32,6 +31,7 @@ from specjax.kernels.backend import (
     triton_call,
     widen,
 )
+from specjax.kernels.mxfp4 import PackedMatrix
 
 Activation = Callable[[Array, Array], Array]
 Body = Callable[[Array, Array], None]  # takes slots i32 [height], and whether each is live
@@ -69,25 +69,27 @@ class ExpertTiles:
 
     @classmethod
     def choose(
-        cls, num_rows: int, top_k: int, num_experts: int, max_height: int, halves: int
+        cls, num_rows: int, top_k: int, num_experts: int, max_height: int, *, is_packed: bool
     ) -> "ExpertTiles":
         """Tiles by the mean number of rows of an expert.
 
         For layers of Qwen3-30B-A3B (H200), they were within 5 % of the fastest of 24 to 48 in
-        bfloat16 with 1 to 8,192 rows, within 9 % of 8 to 10 in FP8 with 1 to 2,048, and (gpt-oss)
-        the fastest of 5 in MXFP4 with 1 to 128.
+        bfloat16 with 1 to 8,192 rows, and within 9 % of 8 to 10 in FP8 with 1 to 2,048. Those of
+        MXFP4 have the fewest instructions of 9, compiled for sm_90.
         """
-        if halves > 1 and num_rows <= MAX_LONE_ROWS:
-            return cls(MIN_HEIGHT, 32, 32, 1, 2, 8)
         mean = num_rows * top_k / num_experts
         # half of the experts have more rows than the mean
         height = min(max_height, max(MIN_HEIGHT, power_of_two(math.ceil(1.5 * mean))))
         # programs that run at the same time read the same weights from the L2 cache
         lanes = min(MAX_LANES, max(1, math.ceil(mean / height)))
+        if is_packed:
+            if num_rows <= MAX_LONE_ROWS:
+                return cls(MIN_HEIGHT, 32, 32, 1, 2, 4)
+            is_high = height > MAX_WARP_HEIGHT
+            return cls(height, 64, 128 if is_high else 64, lanes, 4 if is_high else 2, 3)
         if height > MAX_WARP_HEIGHT:
             return cls(height, 64, 128, lanes, 8 if height == MAX_HEIGHT else 4, 3)
-        is_wide = halves > 1 or num_rows > 32
-        return cls(height, 64 if is_wide else 32, 64, lanes, 4, 4)
+        return cls(height, 64 if num_rows > 32 else 32, 64, lanes, 4, 4)
 
 
 class _Matrix(NamedTuple):
@@ -101,12 +103,12 @@ class _Matrix(NamedTuple):
     biases: Any  # [E, outputs] or None
 
     @property
-    def halves(self) -> int:
-        return 2 if self.values.dtype == jnp.uint8 else 1  # values in an element of MXFP4
+    def num_outputs(self) -> int:
+        return self.values.shape[1]
 
     @property
     def group_size(self) -> int:
-        size, num_groups = self.halves * self.values.shape[-1], self.num_groups
+        size, num_groups = self.values.shape[-1], self.num_groups
         return power_of_two(pl.cdiv(size, num_groups)) if num_groups > 1 else size
 
     @property
@@ -117,16 +119,73 @@ class _Matrix(NamedTuple):
         """Inputs per loop step; the number of rows does not choose it."""
         return min(_divisor(MAX_DEPTH_BYTES // itemsize, self.values.shape[-1]), self.group_size)
 
+    def step_bytes(self, height: int, num_outputs: int, itemsize: int) -> int:
+        """Bytes that a loop step reads for a tile of rows and outputs."""
+        per_input = num_outputs * self.values.dtype.itemsize + height * itemsize
+        return per_input * self.depth(itemsize)
+
+    def check(self, name: str, shape: tuple[int, ...]) -> None:
+        """Raise ValueError if they are not matrices ``[E, outputs, inputs]`` of this shape."""
+        values, scales, group = self.values, self.scales, self.group_size
+        if values.shape != shape:
+            raise ValueError(f"{name} {values.shape} must be {shape}")
+        if values.dtype.itemsize == 1 and 2**31 <= values.size <= 2**32:
+            # JAX uses 32-bit offsets up to 2**32 bytes, and Triton reads them as signed numbers
+            raise ValueError(f"{name} has {values.size} values of 8 bits; the limit is 2**31 - 1")
+        counts = {1, pl.cdiv(shape[2], group)}
+        if scales is not None and (
+            scales.shape not in {(*shape[:2], count) for count in counts} or group < 16
+        ):
+            raise ValueError(
+                f"the scales {scales.shape} of {name} must be {(*shape[:2], 'G')}, each for all "
+                f"inputs or for 2^n of them, at least 16"
+            )
+
     def product(self, x: Array) -> Array:
         """Products f32 of rows ``[R, inputs]`` with the matrix of one expert, by XLA."""
         matrix = self.values.astype(jnp.float32)
-        if self.halves > 1:
-            matrix = mxfp4.unpacked(self.values, self.scales)
-        elif self.scales is not None:
+        if self.scales is not None:
             scales = jnp.repeat(self.scales.astype(jnp.float32), self.group_size, axis=1)
             matrix = matrix * scales[:, : matrix.shape[1]]
-        sums = jnp.matmul(x.astype(jnp.float32), matrix.T, precision=jax.lax.Precision.HIGHEST)
-        return sums if self.biases is None else sums + self.biases.astype(jnp.float32)
+        return jnp.matmul(x.astype(jnp.float32), matrix.T, precision=jax.lax.Precision.HIGHEST)
+
+    def products(
+        self,
+        x_ref: Any,
+        rows: Array,
+        is_live: Array,
+        expert: Array,
+        outputs: tuple[Array, ...],
+        implementation: str,
+    ) -> list[Array]:
+        """Products f32 ``[height, width]`` of rows with some outputs of an expert's matrix."""
+        depth, size = self.depth(x_ref.dtype.itemsize), self.values.shape[2]
+        mask = jnp.broadcast_to(is_live[:, None], (len(rows), depth))
+
+        def scale_of(columns: Array, group: Array | int) -> Array:
+            return self.scales[expert, columns, group].astype(jnp.float32)[None]
+
+        def step(i: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
+            inputs = i * depth + jnp.arange(depth, dtype=jnp.int32)
+            lhs = load(x_ref.at[rows[:, None], inputs[None, :]], mask=mask, other=0.0)
+            totals = list(sums)
+            for j, columns in enumerate(outputs):
+                # scales are read before the product, which hides their latency
+                group = i * depth // self.group_size
+                scale = scale_of(columns, group) if self.num_groups > 1 else None
+                stored = self.values[expert, columns[:, None], inputs[None, :]]
+                product = row_dot(lhs, widen(stored, lhs.dtype, implementation), transpose=True)
+                totals[j] += product if scale is None else product * scale
+            return tuple(totals)
+
+        zeros = (jnp.zeros((len(rows), len(outputs[0])), jnp.float32),) * len(outputs)
+        sums = jax.lax.fori_loop(0, size // depth, step, zeros)
+        if self.scales is None or self.num_groups > 1:
+            return list(sums)
+        return [x * scale_of(columns, 0) for x, columns in zip(sums, outputs, strict=True)]
+
+
+Matrices: TypeAlias = _Matrix | PackedMatrix
 
 
 def _divisor(limit: int, size: int) -> int:
@@ -138,16 +197,20 @@ def _reference(
     x: Array,
     experts: Array,
     weights: Array,
-    matrices: tuple[_Matrix, _Matrix],
+    matrices: tuple[Matrices, Matrices],
     activation: Activation,
     dtype: jnp.dtype | type,
 ) -> Array:
     """All rows go through one expert after the other, and those that chose it keep the result."""
 
-    def step(sums: Array, inputs: tuple[Array, _Matrix, _Matrix]) -> tuple[Array, None]:
+    def product(matrix: Matrices, x: Array) -> Array:
+        sums = matrix.product(x)
+        return sums if matrix.biases is None else sums + matrix.biases.astype(jnp.float32)
+
+    def step(sums: Array, inputs: tuple[Array, Matrices, Matrices]) -> tuple[Array, None]:
         expert, matrix_in, matrix_out = inputs
-        hidden = activation(*jnp.split(matrix_in.product(x), 2, axis=1)).astype(x.dtype)
-        out = (matrix_out.product(hidden) * weights.T[..., None]).astype(dtype)
+        hidden = activation(*jnp.split(product(matrix_in, x), 2, axis=1)).astype(x.dtype)
+        out = (product(matrix_out, hidden) * weights.T[..., None]).astype(dtype)
         return jnp.where((experts.T == expert)[..., None], out, sums), None
 
     sums = jnp.zeros((*experts.T.shape, x.shape[1]), dtype)
@@ -233,48 +296,17 @@ def _products(
     x_ref: Any,
     rows: Array,
     is_live: Array,
-    matrix: _Matrix,
+    matrix: Matrices,
     expert: Array,
     outputs: tuple[Array, ...],
     implementation: str,
 ) -> list[Array]:
-    """Products f32 ``[height, width]`` of rows with some outputs of an expert's matrix."""
-    depth, size = matrix.depth(x_ref.dtype.itemsize), matrix.values.shape[2]
-    mask = jnp.broadcast_to(is_live[:, None], (len(rows), depth))
-
-    def scale_of(columns: Array, group: Array | int) -> Array:
-        scale = matrix.scales[expert, columns, group]
-        return scale if matrix.halves > 1 else scale.astype(jnp.float32)[None]
-
-    def step(i: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
-        inputs = i * depth + jnp.arange(depth, dtype=jnp.int32)
-        totals, stored = list(sums), dict[int, Array]()
-        for start in range(0, matrix.halves * size, size):
-            lhs = load(x_ref.at[rows[:, None], start + inputs[None, :]], mask=mask, other=0.0)
-            for j, columns in enumerate(outputs):
-                # scales are read before the product, which hides their latency
-                group = (start + i * depth) // matrix.group_size
-                scale: Any = scale_of(columns, group) if matrix.num_groups > 1 else None
-                if start == 0:
-                    stored[j] = matrix.values[expert, columns[:, None], inputs[None, :]]
-                if matrix.halves > 1:
-                    half = start // size
-                    rhs = mxfp4.scaled(stored[j], scale, half, lhs.dtype, implementation)
-                    scale = None
-                else:
-                    rhs = widen(stored[j], lhs.dtype, implementation)
-                product = row_dot(lhs, rhs, transpose=True)
-                totals[j] += product if scale is None else product * scale
-        return tuple(totals)
-
-    zeros = (jnp.zeros((len(rows), len(outputs[0])), jnp.float32),) * len(outputs)
-    sums = list(jax.lax.fori_loop(0, size // depth, step, zeros))
-    for i, columns in enumerate(outputs):
-        if matrix.scales is not None and matrix.num_groups == 1:
-            sums[i] *= scale_of(columns, 0)
-        if matrix.biases is not None:
-            sums[i] += matrix.biases[expert, columns].astype(jnp.float32)[None]
-    return sums
+    """Products f32 ``[height, width]`` of rows with some outputs of an expert, with biases."""
+    sums = matrix.products(x_ref, rows, is_live, expert, outputs, implementation)
+    if matrix.biases is None:
+        return sums
+    biases = [matrix.biases[expert, columns].astype(jnp.float32) for columns in outputs]
+    return [x + bias[None] for x, bias in zip(sums, biases, strict=True)]
 
 
 def specjax_experts_in(
@@ -324,33 +356,19 @@ def specjax_experts_out(*refs: Any, tiles: ExpertTiles, implementation: str) -> 
     without_expert(partial(write, values=jnp.zeros((tiles.height, width), jnp.float32)))
 
 
-def _check(x: Array, experts: Array, weights: Array, *matrices: _Matrix) -> None:
+def _check(x: Array, experts: Array, weights: Array, *matrices: Matrices) -> None:
     """Raise ValueError if shapes do not fit, or if the kernels do not support a size."""
-    (num_rows, size), (num_experts, num_outputs, _) = x.shape, matrices[0].values.shape
+    (num_rows, size), num_outputs = x.shape, matrices[0].num_outputs
+    num_experts = matrices[0].values.shape[0]
     if experts.shape != weights.shape or experts.shape[0] != num_rows:
         raise ValueError(
             f"experts {experts.shape} and weights {weights.shape} must be [R, k]; x is {x.shape}"
         )
     shapes = (num_experts, num_outputs, size), (num_experts, size, num_outputs // 2)
-    for name, shape, matrix in zip(("in", "out"), shapes, matrices, strict=True):
-        (values, scales, biases), group = matrix, matrix.group_size
-        if matrix.halves > 1:
-            mxfp4.check_scales(f"w_{name}", shape, scales)
-        if values.shape != (stored := (*shape[:2], shape[2] // matrix.halves)):
-            raise ValueError(f"w_{name} {values.shape} must be {stored}; x is {x.shape}")
-        if values.dtype.itemsize == 1 and 2**31 <= values.size <= 2**32:
-            # JAX uses 32-bit offsets up to 2**32 bytes, and Triton reads them as signed numbers
-            raise ValueError(f"w_{name} has {values.size} values of 8 bits; the limit is 2**31 - 1")
-        if biases is not None and biases.shape != shape[:2]:
-            raise ValueError(f"the biases {biases.shape} of w_{name} must be {shape[:2]}")
-        counts = {1, pl.cdiv(shape[2], group)}
-        if scales is not None and (
-            scales.shape not in {(*shape[:2], count) for count in counts} or group < 16
-        ):
-            raise ValueError(
-                f"the scales {scales.shape} of w_{name} must be {(*shape[:2], 'G')}, each for all "
-                f"inputs or for 2^n of them, at least 16"
-            )
+    for name, shape, matrix in zip(("w_in", "w_out"), shapes, matrices, strict=True):
+        matrix.check(name, shape)
+        if matrix.biases is not None and matrix.biases.shape != shape[:2]:
+            raise ValueError(f"the biases {matrix.biases.shape} of {name} must be {shape[:2]}")
 
 
 def grouped_experts(
@@ -374,10 +392,11 @@ def grouped_experts(
         weights: f32 ``[R, k]``, by which outputs are multiplied.
         w_in: ``[E, 2 I, D]``, the rows of gate before those of up. Values are cast to the dtype of
             ``x``, also those of 8 bits.
-        w_out: ``[E, D, I]``. If both are u8, they are packed MXFP4 and half as wide.
+        w_out: ``[E, D, I]``. Both may be words of MXFP4 instead, as ``mxfp4.pack`` makes them.
         activation: maps gate and up, f32 of equal shape, to f32. It must be hashable.
         scales: of ``w_in`` and ``w_out``, ``[E, outputs, G]``. A scale is for all inputs if G is 1,
-            and otherwise for 2^n inputs, of which the last group may have fewer. MXFP4 has u8.
+            and otherwise for 2^n inputs, of which the last group may have fewer. ``pack_scales``
+            makes those of MXFP4.
         biases: of ``w_in`` and ``w_out``, ``[E, 2 I]`` and ``[E, D]``. The weights multiply the
             latter too.
         tiles: launch shape of the Pallas kernels; ``None`` chooses one.
@@ -392,22 +411,25 @@ def grouped_experts(
             is not a multiple of 16; with such sizes, XLA computes the others.
     """
     is_invariant = implementation in INVARIANT
-    is_narrow = len(x) > MAX_FLOAT32_ROWS and not is_invariant
-    dtype = x.dtype if is_narrow else jnp.dtype(jnp.float32)
+    is_long = len(x) > MAX_FLOAT32_ROWS and not is_invariant
+    dtype = x.dtype if is_long else jnp.dtype(jnp.float32)
     implementation = resolve(implementation)
     leaves = (w_in, w_out), scales or (None, None), biases or (None, None)
-    matrix_in, matrix_out = (_Matrix(*matrix) for matrix in zip(*leaves, strict=True))
+    is_packed = w_in.dtype == jnp.uint16
+    form: Any = PackedMatrix if is_packed else _Matrix
+    matrix_in, matrix_out = (form(*matrix) for matrix in zip(*leaves, strict=True))
     _check(x, experts, weights, matrix_in, matrix_out)
     (num_rows, size), (num_slots, top_k) = x.shape, (experts.size, experts.shape[1])
-    num_experts, inner = len(w_out), w_in.shape[1] // 2
+    num_experts, inner = len(w_out), matrix_in.num_outputs // 2
     fits = size % 16 == inner % 16 == 0
     if is_invariant and not fits:
         raise ValueError(f"{size=} and {inner=} of experts must be multiples of 16")
     if implementation == "xla" or num_slots == 0 or not fits:
         return _reference(x, experts, weights, (matrix_in, matrix_out), activation, dtype)
     if tiles is None:
-        limit = MAX_WARP_HEIGHT if is_invariant and w_in.dtype.itemsize == 1 else MAX_HEIGHT
-        tiles = ExpertTiles.choose(num_rows, top_k, num_experts, limit, matrix_in.halves)
+        is_narrow = is_packed or w_in.dtype.itemsize == 1
+        limit = MAX_WARP_HEIGHT if is_invariant and is_narrow else MAX_HEIGHT
+        tiles = ExpertTiles.choose(num_rows, top_k, num_experts, limit, is_packed=is_packed)
     groups: tuple[Array, ...] = (experts.reshape(-1),)
     is_grouped = num_rows > MAX_LONE_ROWS
     num_groups = num_experts if is_grouped else num_slots
@@ -423,14 +445,13 @@ def grouped_experts(
         )(*groups)
 
     def launch(
-        body: Any, inputs: tuple[Array, ...], matrix: _Matrix, out: Any, width: int
+        body: Any, inputs: tuple[Array, ...], matrix: Matrices, out: Any, width: int
     ) -> Array:
         width = _divisor(width, out.shape[-1])
         num_tiles, lanes = out.shape[-1] // width, tiles.lanes
-        # bytes per loop step: rows, and columns of the matrix, of which gate and up are two
-        step_bytes = matrix.values.shape[1] // num_tiles * matrix.values.dtype.itemsize
-        step_bytes += tiles.height * x.dtype.itemsize * matrix.halves
-        step_bytes *= matrix.depth(x.dtype.itemsize)
+        # of gate and up, two tiles of outputs
+        outputs = matrix.num_outputs // num_tiles
+        step_bytes = matrix.step_bytes(tiles.height, outputs, x.dtype.itemsize)
         return triton_call(
             partial(body, tiles=tiles, implementation=implementation),
             grid=(num_groups, num_tiles) if lanes == 1 else (num_tiles * lanes, num_groups),

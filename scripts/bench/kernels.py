@@ -28,6 +28,7 @@ import numpy as np
 from specjax.kernels.accept_tree import SlotRows, accept_tree, compact_tree
 from specjax.kernels.grouped_experts import grouped_experts
 from specjax.kernels.kv_rows import move_kv
+from specjax.kernels.mxfp4 import BIAS
 from specjax.kernels.paged import PagedInputs
 from specjax.kernels.tree_attention import tree_attention
 
@@ -50,9 +51,9 @@ ATTENTION_SMOKE |= {"B": 2, "T": 4, "context": 64, "N": 4, "KV": 2, "H": 16}
 # experts, choices, hidden and inner size: layers of Qwen3-30B-A3B and gpt-oss-20b
 EXPERTS = {"shapes": ((128, 8, 2048, 768), (32, 4, 2880, 2880)), "layers": 6}
 EXPERTS |= {"rows": (1, 2, 8, 32, 128, 512, 2048, 8192)}
-EXPERTS_SMOKE = {"shapes": ((4, 2, 64, 64),), "layers": 1, "rows": (1,)}
-# bits of their values; bytes are packed MXFP4
-BITS = {"bfloat16": 16, "float8_e4m3fn": 8, "uint8": 4}
+EXPERTS_SMOKE = {"shapes": ((4, 2, 128, 128),), "layers": 1, "rows": (1,)}
+# bits of their values; words are packed MXFP4
+BITS = {"bfloat16": 16, "float8_e4m3fn": 8, "uint16": 4}
 COLUMNS = (
     ("kernel", "kernel", ""),
     ("sizes", "size_text", ""),
@@ -194,12 +195,12 @@ def _experts(grid: dict[str, Any], shape: tuple[int, ...], dtype: str) -> Iterat
     """Make the cases of one mixture; each row chooses experts at random in every layer."""
     (num_experts, top_k, hidden, inner), rng = shape, np.random.default_rng(0)
     shapes = (num_experts, 2 * inner, hidden), (num_experts, hidden, inner)
-    is_scaled, is_packed = dtype != "bfloat16", dtype == "uint8"
+    is_scaled, is_packed = dtype != "bfloat16", dtype == "uint16"
 
     @partial(jax.jit, static_argnums=1)
     def draw(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         if is_packed:
-            return jax.random.bits(key, (*shape[:2], shape[2] // 2), dtype)
+            return jax.random.bits(key, (shape[0], -(-shape[2] // 128), shape[1], 32), dtype)
         values = jax.random.normal(key, shape, jnp.bfloat16)
         return (values * (1 if is_scaled else shape[2] ** -0.5)).astype(dtype)
 
@@ -209,7 +210,8 @@ def _experts(grid: dict[str, Any], shape: tuple[int, ...], dtype: str) -> Iterat
         groups = ((*s[:2], -(-s[2] // 128)) for s in shapes)
         scales = tuple(jnp.full(g, s[2] ** -0.5) for g, s in zip(groups, shapes, strict=True))
         if is_packed:  # of values of a similar size
-            scales = tuple(jnp.full((*s[:2], s[2] // 32), 120, dtype) for s in shapes)
+            groups = ((*s[:2], -(-s[2] // 128)) for s in shapes)
+            scales = tuple(jnp.full(g, (120 + BIAS) * 0x01010101, jnp.uint32) for g in groups)
         matrices = map(draw, keys, shapes)
         layers.append((*matrices, scales if is_scaled else None))
     num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(layers[0])) // num_experts

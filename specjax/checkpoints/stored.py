@@ -26,7 +26,7 @@ def assembled(source: TensorSource, recipes: Recipes) -> TensorSource:
                     f"configuration requires {shape}"
                 )
         first = source.infos[next(iter(stored.shapes))]
-        infos[name] = TensorInfo(part.shape, first.path, first.dtype)
+        infos[name] = TensorInfo(part.shape, first.path, stored.dtype or first.dtype)
 
     def read(name: str) -> np.ndarray:
         if name not in parts:

@@ -27,6 +27,7 @@ class Stored(NamedTuple):
 
     shapes: Mapping[str, tuple[int, ...]]
     make: Callable[..., np.ndarray]
+    dtype: str | None = None  # of the result, if not that of the first tensor
 
 
 @dataclass(frozen=True)

@@ -128,7 +128,7 @@ def recipes_of(network: Callable[..., nnx.Module], config: TransformerConfig) ->
 def _normal(
     key: Array, shape: tuple[int, ...], dtype: jnp.dtype, stddev: float, sharding: Any = None
 ) -> Array:
-    if dtype == jnp.uint8:  # packed values
+    if dtype == jnp.uint16:  # packed values
         return jax.random.bits(key, shape, dtype)
     values = stddev * jax.random.normal(key, shape)
     if sharding is not None:

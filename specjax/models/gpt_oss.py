@@ -5,7 +5,7 @@ files have them apart.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -66,16 +66,13 @@ class _Form(NamedTuple):
 
     ending: str  # of its name
     inner: tuple[int, ...] = ()  # the axes of a row
-    convert: Callable[[np.ndarray], np.ndarray] | None = None  # to the rows of a weight
     is_transposed: bool = False
 
     def rows(self, *tensors: np.ndarray) -> np.ndarray:
         """Rows of tensors ``[E, out, *inner]``, those of two in turn: ``[E * out, ...]``."""
-        converted = [x if self.convert is None else self.convert(x) for x in tensors]
-        if self.is_transposed:
-            converted = [x.swapaxes(1, 2) for x in converted]
-        joined = converted[0] if len(tensors) == 1 else np.stack(converted, axis=2)
-        return joined.reshape(-1, *converted[0].shape[2:])
+        by_output = [x.swapaxes(1, 2) if self.is_transposed else x for x in tensors]
+        joined = by_output[0] if len(tensors) == 1 else np.stack(by_output, axis=2)
+        return joined.reshape(-1, *by_output[0].shape[2:])
 
 
 def _part(
@@ -92,6 +89,31 @@ def _part(
         _gates_first(count, outputs[first]) if others else None,
         made_of=(Stored({name: shape}, files.rows), Stored(shapes, gguf.rows)),
     )
+
+
+def _packed_part(
+    at: str, count: int, outputs: Mapping[str, int], in_size: int, *, is_scale: bool = False
+) -> Part:
+    """The words of all experts, or their scales, as directories and GGUF files have them."""
+    size, groups, blocks = sum(outputs.values()), in_size // mxfp4.GROUP, -(-in_size // mxfp4.BLOCK)
+    first, *others = outputs
+    name = f"{at}experts.{'gate_up_proj' if others else first}_{'scales' if is_scale else 'blocks'}"
+    shape = (count, size, groups) if is_scale else (count, size, groups, mxfp4.GROUP // 2)
+    pack = mxfp4.pack_scales if is_scale else mxfp4.pack
+    pack_ggml = mxfp4.pack_ggml_scales if is_scale else mxfp4.pack_ggml
+
+    def of_files(stored: np.ndarray) -> np.ndarray:
+        # gates and ups take turns
+        return pack(np.concatenate([stored[:, ::2], stored[:, 1::2]], axis=1) if others else stored)
+
+    def of_gguf(*stored: np.ndarray) -> np.ndarray:
+        return pack_ggml(np.concatenate(stored, axis=1))
+
+    ggml = {f"{at}experts.{x}.weight": (count, n, groups, 17) for x, n in outputs.items()}
+    packed = (count, size, blocks) if is_scale else (count, blocks, size, mxfp4.GROUP)
+    dtype = "uint32" if is_scale else "uint16"
+    made_of = Stored({name: shape}, of_files, dtype), Stored(ggml, of_gguf, dtype)
+    return Part(name, packed, made_of=made_of)
 
 
 class BiasedExperts(Experts):
@@ -112,13 +134,10 @@ class BiasedExperts(Experts):
             return weight((part,), part.shape, dtype)
 
         def scale(outputs: Mapping[str, int], in_size: int) -> Any:
-            groups = in_size // mxfp4.GROUP
-            files = _Form("_scales", (groups,), mxfp4.scales_of)
-            gguf = _Form(".weight", (groups, 17), mxfp4.ggml_scales)
-            part = _part(at, count, outputs, groups, files, gguf)
             # random values then have the size of other random weights
-            exponent = 127 + round(math.log2(in_size**-0.5 / mxfp4.SPREAD))
-            return weight((part,), part.shape, jnp.uint8, mean=exponent)
+            exponent = 127 + round(math.log2(in_size**-0.5 / mxfp4.SPREAD)) + mxfp4.BIAS
+            part = _packed_part(at, count, outputs, in_size, is_scale=True)
+            return weight((part,), part.shape, jnp.uint32, mean=exponent * 0x01010101)
 
         self.gate_up_bias, self.down_bias = map(bias, outputs)
         is_packed = config.has_packed_experts
@@ -128,23 +147,21 @@ class BiasedExperts(Experts):
     def stack(self, at: str, in_size: int, **outputs: int) -> Any:
         """Declare projections of all experts, with their numbers of outputs.
 
-        They are ``[E * out, in]``, or packed, ``[E * out, in / 2]``.
+        They are ``[E * out, in]``, or packed, ``[E, blocks, out, 32]``.
         """
-        count, groups = self.config.num_experts, in_size // mxfp4.GROUP
+        count = self.config.num_experts
         if self.config.has_packed_experts:
-            files = _Form("_blocks", (groups, 16), mxfp4.pack)
-            gguf = _Form(".weight", (groups, 17), mxfp4.pack_ggml)
-            part = _part(at, count, outputs, in_size // 2, files, gguf)
-            return weight((part,), part.shape, jnp.uint8, stddev=1.0)
+            part = _packed_part(at, count, outputs, in_size)
+            return weight((part,), part.shape, jnp.uint16, stddev=1.0)
         forms = _Form("", (in_size,), is_transposed=True), _Form(".weight", (in_size,))
         return matrix((_part(at, count, outputs, in_size, *forms),), self.kind, in_size)
 
     def matrices(self) -> Sequence[tuple[Array, Array | None]]:
-        """The matrices of each product, packed with scales u8 if files have MXFP4."""
+        """The matrices of each product, packed with their scales if files have MXFP4."""
         if self.gate_up_scale is None or self.down_scale is None:
             return super().matrices()
-        values = self._by_expert(self.gate_up, self.down)
-        return [*zip(values, self._by_expert(self.gate_up_scale, self.down_scale), strict=True)]
+        gate_up = self.gate_up[...], self.gate_up_scale[...]
+        return [gate_up, (self.down[...], self.down_scale[...])]
 
     def logits(self, rows: Array) -> Array:
         """Those of the router, f32 ``[R, E]``."""
@@ -152,12 +169,9 @@ class BiasedExperts(Experts):
 
     @property
     def biases(self) -> tuple[Array, Array]:
-        gate_up, down = self._by_expert(self.gate_up_bias, self.down_bias)
-        return gate_up, down
-
-    def _by_expert(self, *variables: Any) -> list[Array]:
-        arrays, count = [x[...] for x in variables], self.config.num_experts
-        return [x.reshape(count, -1, *x.shape[1:]) for x in arrays]
+        gate_up, down = self.gate_up_bias[...], self.down_bias[...]
+        count = self.config.num_experts
+        return gate_up.reshape(count, -1), down.reshape(count, -1)
 
 
 def _layers(config: Any, **differences: Any) -> tuple[LayerKind, ...]:

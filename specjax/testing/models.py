@@ -40,9 +40,9 @@ def random_weights(flat: FlatModel[Any], seed: int) -> Weights:
     for leaf, (mean, stddev) in zip(flat.abstract, flat.initial, strict=True):
         array = np.full(leaf.shape, mean)
         if stddev:
-            is_packed = leaf.dtype == np.uint8
+            is_packed = leaf.dtype == np.uint16
             array = rng.normal(size=leaf.shape) * stddev
-            array = rng.integers(256, size=leaf.shape) if is_packed else array
+            array = rng.integers(65536, size=leaf.shape) if is_packed else array
         weights.append(array.astype(leaf.dtype))
     return jax.device_put(tuple(weights))
 

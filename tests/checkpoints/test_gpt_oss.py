@@ -104,13 +104,14 @@ def test_layouts_give_the_same_matrices(folder: Path) -> None:
     """Gates come first, and rows are outputs."""
     whole = open_target(folder / "whole", dtype="float32").load_weights()
     packed = open_target(folder / "packed", dtype="float32").load_weights()
-    assert packed["layers.0.mlp.down"].shape == (NUM_EXPERTS * SIZE, INNER // 2)
+    assert packed["layers.0.mlp.down"].shape == (NUM_EXPERTS, 1, SIZE, 32)
     stored = load_file(folder / "whole" / "model.safetensors")
     gate_up = stored[f"{AT}gate_up_proj"].swapaxes(1, 2)
     expected = np.concatenate([gate_up[:, ::2], gate_up[:, 1::2]], axis=1).reshape(-1, SIZE)
     np.testing.assert_array_equal(whole["layers.0.mlp.gate_up"], expected)
-    for name in ("gate_up", "down"):
-        values = mxfp4.unpacked(*(packed[f"layers.0.mlp.{name}{x}"] for x in ("", "_scale")))
+    for name, size in (("gate_up", SIZE), ("down", INNER)):
+        stored = (packed[f"layers.0.mlp.{name}{x}"] for x in ("", "_scale"))
+        values = np.asarray(mxfp4.unpacked(*stored, size)).reshape(-1, size)
         np.testing.assert_array_equal(values, whole[f"layers.0.mlp.{name}"])
         np.testing.assert_array_equal(
             packed[f"layers.0.mlp.{name}_bias"], whole[f"layers.0.mlp.{name}_bias"]
@@ -135,7 +136,7 @@ def test_whole_experts_may_be_quantised(folder: Path) -> None:
     opened = open_target(folder / "packed", dtype="float32").quantised("int4")
     assert opened.matrices == "int4 in groups of 128, experts in MXFP4"
     packed = opened.load_weights()
-    assert packed["layers.0.mlp.gate_up"].dtype == np.uint8
+    assert packed["layers.0.mlp.gate_up"].dtype == np.uint16
     assert packed["layers.0.attention.qkv.kernel.values"].dtype.name == "int4"
 
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from specjax.kernels import mxfp4
 from specjax.kernels.grouped_experts import ExpertTiles, grouped_experts
 
 from ..support.lowering import TRITON_CALL, lower_for_cuda
@@ -69,9 +70,11 @@ def draw(case: Case, dtype: str = "float32") -> Arrays:
     matrices = [rng.standard_normal(shape) / shape[2] ** 0.5 for shape in shapes]
     scales = biases = None
     if case.scales == "mxfp4":
-        matrices = [rng.integers(256, size=(*s[:2], s[2] // 2), dtype=np.uint8) for s in shapes]
+        matrices = [
+            rng.integers(256, size=(*s[:2], s[2] // 32, 16), dtype=np.uint8) for s in shapes
+        ]
         powers = [rng.integers(121, 125, (*s[:2], s[2] // 32), np.uint8) for s in shapes]
-        scales = tuple(powers)
+        matrices, scales = list(map(mxfp4.pack, matrices)), tuple(map(mxfp4.pack_scales, powers))
     elif case.scales != "none":
         groups = [1 if case.scales == "channel" else -(-shape[2] // 128) for shape in shapes]
         scales = tuple(
@@ -80,7 +83,7 @@ def draw(case: Case, dtype: str = "float32") -> Arrays:
         )
     if case.has_biases:
         biases = tuple(rng.standard_normal(shape[:2]).astype(np.float32) for shape in shapes)
-    stored = {"none": dtype, "mxfp4": "uint8"}.get(case.scales, "float8_e4m3fn")
+    stored = {"none": dtype, "mxfp4": "uint16"}.get(case.scales, "float8_e4m3fn")
     w_in, w_out = (np.asarray(jnp.asarray(matrix, stored)) for matrix in matrices)
     order = np.argsort(rng.random((case.rows, case.experts)), axis=1)
     experts = order[:, : case.top_k].astype(np.int32)
@@ -94,25 +97,25 @@ def draw(case: Case, dtype: str = "float32") -> Arrays:
     return Arrays(x, experts, weights, w_in, w_out, scales, biases)
 
 
-def values_of(packed: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """Values f64 ``[..., K]`` of packed MXFP4, by a table."""
+def values_of(packed: np.ndarray, scales: np.ndarray, size: int) -> np.ndarray:
+    """Values f64 ``[E, outputs, size]`` of packed MXFP4, by a table."""
     table = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
-    lanes = packed.view("<u2").reshape(*packed.shape[:-1], -1, 2)
     codes = [
-        np.stack([lanes >> size & 7 | (lanes >> sign & 1) << 3 for sign, size in pairs], axis=-2)
-        for pairs in (((15, 6), (12, 3)), ((14, 0), (13, 9)))
+        packed >> last & 7 | (packed >> sign & 1) << 3
+        for sign, last in ((15, 6), (12, 3), (14, 0), (13, 9))
     ]
-    halves = [x.reshape(packed.shape) for x in codes]
-    values = np.concatenate([table, -table])[np.concatenate(halves, axis=-1)]
-    return values * np.repeat(2.0 ** (scales.astype(np.float64) - 127), 32, axis=-1)
+    values = np.concatenate([table, -table])[np.stack(codes, axis=-2)].swapaxes(1, 2)
+    powers = 2.0 ** (scales[..., None].view(np.uint8).astype(np.float64) - 126 - 127)
+    return (values * powers[..., None]).reshape(*scales.shape[:2], -1)[..., :size]
 
 
 def brute_force(arrays: Arrays, activation) -> np.ndarray:
     """A loop over rows and their choices in float64; hidden values have the dtype of x."""
     x, experts, weights, *matrices, scales, biases = arrays
     wide = [matrix.astype(np.float64) for matrix in matrices]
-    if matrices[0].dtype == np.uint8:
-        wide, scales = list(map(values_of, matrices, scales)), None
+    if matrices[0].dtype == np.uint16:
+        sizes = x.shape[1], matrices[0].shape[2] // 2
+        wide, scales = list(map(values_of, matrices, scales, sizes)), None
     for i, values in enumerate(scales or ()):
         size = 128 if values.shape[2] > 1 else wide[i].shape[2]
         wide[i] *= np.repeat(values, size, axis=2)[..., : wide[i].shape[2]]
@@ -228,11 +231,13 @@ def test_bits_of_real_layers_do_not_depend_on_the_number_of_rows(shape, scales):
     matrices = [jax.random.normal(k, s, "bfloat16") for k, s in zip(keys, shapes, strict=True)]
     options = {}
     if scales == "mxfp4":
-        matrices = [
-            jax.random.bits(k, (*s[:2], s[2] // 2), "uint8")
+        drawn = (
+            jax.random.bits(k, (*s[:2], s[2] // 32, 16), "uint8")
             for k, s in zip(keys, shapes, strict=True)
-        ]
-        options["scales"] = tuple(jnp.full((*s[:2], s[2] // 32), 120, "uint8") for s in shapes)
+        )
+        matrices = [jnp.asarray(mxfp4.pack(np.asarray(blocks))) for blocks in drawn]
+        scales_of = (np.full((*s[:2], s[2] // 32), 120, "uint8") for s in shapes)
+        options["scales"] = tuple(jnp.asarray(mxfp4.pack_scales(x)) for x in scales_of)
     elif scales == "groups":
         matrices = [matrix.astype("float8_e4m3fn") for matrix in matrices]
         options["scales"] = tuple(
@@ -281,11 +286,12 @@ def test_bits_of_real_layers_do_not_depend_on_the_number_of_rows(shape, scales):
 def test_lowers_for_cuda(rows, shape, scales, has_biases):
     num, top_k, size, inner = shape
     spec = jax.ShapeDtypeStruct
-    dtype = {"none": jnp.bfloat16, "mxfp4": jnp.uint8}.get(scales, jnp.float8_e4m3fn)
-    shapes = (num, 2 * inner, size), (num, size, inner)
+    dtype = {"none": jnp.bfloat16, "mxfp4": jnp.uint16}.get(scales, jnp.float8_e4m3fn)
+    stored = shapes = (num, 2 * inner, size), (num, size, inner)
     options = {}
     if scales == "mxfp4":
-        options["scales"] = tuple(spec((*s[:2], s[2] // 32), jnp.uint8) for s in shapes)
+        options["scales"] = tuple(spec((*s[:2], -(-s[2] // 128)), jnp.uint32) for s in shapes)
+        stored = tuple((s[0], -(-s[2] // 128), s[1], 32) for s in shapes)
     elif scales != "none":
         groups = (1 if scales == "channel" else -(-s[2] // 128) for s in shapes)
         options["scales"] = tuple(
@@ -300,7 +306,7 @@ def test_lowers_for_cuda(rows, shape, scales, has_biases):
             spec((rows, size), jnp.bfloat16),
             spec(choices, jnp.int32),
             spec(choices, jnp.float32),
-            *(spec((*s[:2], s[2] // (1 + (scales == "mxfp4"))), dtype) for s in shapes),
+            *(spec(s, dtype) for s in stored),
         ),
         options,
     )
@@ -317,8 +323,11 @@ def test_lowers_for_cuda(rows, shape, scales, has_biases):
         ({"w_out": np.zeros((8, 96, 80), np.float32)}, r"w_out .* must be \(8, 96, 160\)"),
         ({"scales": (np.ones((8, 320, 1)), np.ones((8, 96, 7)))}, r"scales \(8, 96, 7\) of w_out"),
         (
-            {"w_in": np.ones((8, 320, 48), np.uint8)},
-            r"w_in \(8, 320, 96\) in MXFP4 needs 64 n inputs",
+            {
+                "w_in": np.ones((8, 1, 320, 16), np.uint16),
+                "w_out": np.ones((8, 2, 96, 32), np.uint16),
+            },
+            r"w_in \(8, 320, 96\) in MXFP4 must be \(8, 1, 320, 32\), not \(8, 1, 320, 16\)",
         ),
         ({"biases": (np.ones((8, 320)), np.ones((8, 160)))}, r"biases \(8, 160\) of w_out"),
     ],

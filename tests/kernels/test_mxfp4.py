@@ -21,24 +21,23 @@ def expected_of(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
     return TABLE[codes] * np.repeat(powers, 32, axis=-1)
 
 
-def packed_codes(codes: np.ndarray) -> np.ndarray:
-    """Pack codes ``[2, J]`` of both halves of a row."""
-    pairs = codes.reshape(-1, 2)
-    blocks = (pairs[:, 0] | pairs[:, 1] << 4).reshape(1, 1, -1, 16)
-    return mxfp4.pack(blocks)[0, 0]
+def words_of(codes: np.ndarray) -> np.ndarray:
+    """Pack codes ``[4, 32 n]``: words ``[32 n]``, the outputs of a block in turn."""
+    pairs = codes.reshape(4, -1, 32).swapaxes(0, 1).reshape(1, -1, 4, 16, 2)
+    return mxfp4.pack(pairs[..., 0] | pairs[..., 1] << 4).reshape(-1)
 
 
-@pytest.mark.parametrize("half", [0, 1])
-def test_values(half: int) -> None:
+@pytest.mark.parametrize("i", range(4))
+def test_values(i: int) -> None:
     """All values are exact, also the sign of zero, whatever the others are."""
-    codes = np.random.default_rng(0).integers(16, size=(2, 4096), dtype=np.uint8)
-    found = np.asarray(mxfp4.values_of(jnp.asarray(packed_codes(codes)), half))
-    np.testing.assert_array_equal(found.view(np.uint32), TABLE[codes[half]].view(np.uint32))
+    codes = np.random.default_rng(0).integers(16, size=(4, 4096), dtype=np.uint8)
+    found = np.asarray(mxfp4.value_of(jnp.asarray(words_of(codes)), i))
+    np.testing.assert_array_equal(found.view(np.uint32), TABLE[codes[i]].view(np.uint32))
 
 
 def run_ptx(text: str, word: int) -> np.ndarray:
-    """Run instructions on a word of 32 bits; return two words of two bfloat16 each."""
-    named, operations = {"$2": word}, {"and": "__and__", "or": "__or__", "mul": "__mul__"}
+    """Run instructions on 32 bits; return two bfloat16."""
+    named, operations = {"$1": word}, {"and": "__and__", "or": "__or__", "mul": "__mul__"}
     operations |= {"shl": "__lshift__", "shr": "__rshift__"}
     for line in text.strip("{} ").split(";"):
         name, *places = line.replace(",", " ").split() or [".reg"]
@@ -46,30 +45,33 @@ def run_ptx(text: str, word: int) -> np.ndarray:
             a, b = (named[x] if x in named else int(x, 0) for x in places[1:])
             result = getattr(a, operations[name.partition(".")[0]])(b)
             named[places[0]] = result & 0xFFFFFFFF
-    return np.array([named["$0"], named["$1"]], np.uint32).view(jnp.bfloat16)
+    return np.array([named["$0"]], np.uint32).view(jnp.bfloat16)
 
 
-@pytest.mark.parametrize("half", [0, 1])
-def test_own_instructions(half: int) -> None:
-    codes = np.random.default_rng(1).integers(16, size=(2, 2048), dtype=np.uint8)
-    words = packed_codes(codes).view(np.uint32)
-    found = np.concatenate([run_ptx(mxfp4.PTX[half], int(word)) for word in words])
+@pytest.mark.parametrize("i", range(4))
+def test_own_instructions(i: int) -> None:
+    codes = np.random.default_rng(1).integers(16, size=(4, 2048), dtype=np.uint8)
+    pairs = words_of(codes).view(np.uint32)
+    found = np.concatenate([run_ptx(mxfp4.PTX[i], int(pair)) for pair in pairs])
     found = found.astype(np.float32) * np.float32(2) ** 126
-    np.testing.assert_array_equal(found.view(np.uint32), TABLE[codes[half]].view(np.uint32))
+    np.testing.assert_array_equal(found.view(np.uint32), TABLE[codes[i]].view(np.uint32))
 
 
 def test_scales() -> None:
-    scales = np.arange(255, dtype=np.uint8)
-    found = np.asarray(mxfp4.powers_of(jnp.asarray(scales)))
+    """A scale of 0 is too small for float32; whether kernels read its values as 0 is not fixed."""
+    scales = np.arange(1, 129, dtype=np.uint8).reshape(1, 1, 128)
+    blocks = np.full((1, 1, 128, 16), 0x22, np.uint8)  # ones
+    words, packed = map(jnp.asarray, (mxfp4.pack(blocks), mxfp4.pack_scales(scales)))
+    found = np.asarray(mxfp4.unpacked(words, packed, 4096))
     expected = np.ldexp(np.float32(1), scales.astype(np.int32) - 127)
-    np.testing.assert_array_equal(found[1:], expected[1:])
-    assert found[0] == 0
+    np.testing.assert_array_equal(found, np.repeat(expected, 32, axis=-1))
 
 
 def test_blocks_of_pairs() -> None:
     codes, scales = stored()
     blocks = (codes[..., ::2] | codes[..., 1::2] << 4).reshape(2, 3, 6, 16)
-    found = mxfp4.unpacked(jnp.asarray(mxfp4.pack(blocks)), jnp.asarray(scales))
+    packed = jnp.asarray(mxfp4.pack(blocks)), jnp.asarray(mxfp4.pack_scales(scales))
+    found = mxfp4.unpacked(*packed, 192)
     np.testing.assert_array_equal(found, expected_of(codes, scales))
 
 
@@ -79,25 +81,20 @@ def test_blocks_of_gguf() -> None:
     by_block = codes.reshape(2, 3, 6, 2, 16)
     halves = by_block[..., 0, :] | by_block[..., 1, :] << 4
     blocks = np.concatenate([scales[..., None], halves], axis=-1)
-    found = mxfp4.unpacked(
-        jnp.asarray(mxfp4.pack_ggml(blocks)), jnp.asarray(mxfp4.ggml_scales(blocks))
-    )
+    packed = jnp.asarray(mxfp4.pack_ggml(blocks)), jnp.asarray(mxfp4.pack_ggml_scales(blocks))
+    found = mxfp4.unpacked(*packed, 192)
     np.testing.assert_array_equal(found, expected_of(codes, scales))
     kind = gguf.GGMLQuantizationType.MXFP4
     read = gguf.quants.dequantize(blocks.reshape(6, -1), kind).reshape(codes.shape)
     np.testing.assert_array_equal(found, read)
 
 
-@pytest.mark.parametrize(
-    ("blocks", "message"),
-    [(np.zeros((1, 3, 16), np.uint8), "uint8, 3 per row"), (np.zeros((1, 2, 16)), "float64, 2")],
-)
-def test_blocks_that_cannot_be_packed(blocks: np.ndarray, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        mxfp4.pack(blocks)
+def test_blocks_that_cannot_be_packed() -> None:
+    with pytest.raises(ValueError, match="float64; they must be uint8"):
+        mxfp4.pack(np.zeros((1, 1, 2, 16)))
 
 
 @pytest.mark.parametrize("scales", [np.full(3, 129, np.uint8), np.ones(3, np.float32)])
 def test_scales_that_cannot_be_used(scales: np.ndarray) -> None:
     with pytest.raises(ValueError, match="must be uint8 up to 128"):
-        mxfp4.scales_of(scales)
+        mxfp4.pack_scales(scales)

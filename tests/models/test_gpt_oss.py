@@ -34,10 +34,11 @@ def make(*, is_packed: bool) -> BiasedExperts:
     rng = np.random.default_rng(0)
 
     def values(leaf: Any) -> Any:
-        if leaf.dtype != jnp.uint8:
-            return np.asarray(rng.normal(size=leaf.shape) * leaf.shape[-1] ** -0.25, leaf.dtype)
-        is_scale = leaf.shape[1] in (SIZE // 32, INNER // 32)
-        return rng.integers(*((122, 126) if is_scale else (0, 256)), leaf.shape, np.uint8)
+        if leaf.dtype == jnp.uint16:
+            return rng.integers(1 << 16, size=leaf.shape, dtype=np.uint16)
+        if leaf.dtype == jnp.uint32:
+            return mxfp4.pack_scales(rng.integers(122, 126, (*leaf.shape[:2], 4), np.uint8))
+        return np.asarray(rng.normal(size=leaf.shape) * leaf.shape[-1] ** -0.25, leaf.dtype)
 
     return nnx.merge(graph, jax.tree.map(values, state))
 
@@ -47,9 +48,9 @@ def reference(layer: BiasedExperts, x: np.ndarray) -> np.ndarray:
     if layer.gate_up_scale is None:
         wide = [layer.gate_up[...], layer.down[...]]
     else:
-        pairs = (layer.gate_up, layer.gate_up_scale), (layer.down, layer.down_scale)
-        wide = [mxfp4.unpacked(y[...], z[...]) for y, z in pairs]
-    matrices = [np.float64(y).reshape(COUNT, -1, y.shape[1]) for y in wide]
+        sizes = SIZE, INNER
+        wide = [mxfp4.unpacked(*y, size) for y, size in zip(layer.matrices(), sizes, strict=True)]
+    matrices = [np.float64(y).reshape(COUNT, -1, y.shape[-1]) for y in wide]
     of_gates, of_outputs = (np.float64(y) for y in layer.biases)
     logits = np.float64(layer.router[...]) @ x + np.float64(layer.router_bias[...])
     chosen = np.argsort(-logits)[:CHOSEN]
@@ -84,10 +85,9 @@ def test_random_weights_are_packed_and_of_usual_size() -> None:
     named = dict(zip(flat.names, flat.random(0), strict=True))
     for name, size in (("gate_up", SIZE), ("down", INNER)):
         codes, scales = named[f"layers.0.mlp.{name}"], named[f"layers.0.mlp.{name}_scale"]
-        values = np.asarray(mxfp4.unpacked(codes, scales))
-        assert values.shape[1] == size
+        values = np.asarray(mxfp4.unpacked(codes, scales, size))
         assert 0.7 < values.std() * size**0.5 < 1.5
-        assert set(np.unique(codes)) == set(range(256))
+        assert set(np.unique(np.asarray(codes).view(np.uint8))) == set(range(256))
 
 
 def test_sinks_and_windows_are_refused_where_bits_must_be_equal() -> None:

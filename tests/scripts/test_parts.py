@@ -408,11 +408,11 @@ def test_layers_with_experts_read_only_the_chosen_ones() -> None:
 
 def test_packed_experts_are_read_with_their_scales_and_biases() -> None:
     sizes = dataclasses.asdict(CONFIG) | {"model_type": "gpt_oss", "num_experts": 8}
-    sizes |= {"num_experts_per_tok": 2, "moe_intermediate_size": 128, "hidden_size": 64}
+    sizes |= {"num_experts_per_tok": 2, "moe_intermediate_size": 128, "hidden_size": 128}
     target = GptOssConfig(**sizes, has_packed_experts=True)
     nets = algorithm_of(None).networks(target)
     engine = SimpleNamespace(runner=SimpleNamespace(networks=nets))
-    of_expert = 3 * 64 * 128 // 2 + 3 * 64 * 128 // 32 + 4 * (2 * 128 + 64)
+    of_expert = 3 * 128 * 128 // 2 + 3 * 128 * 128 // 32 + 4 * (2 * 128 + 128)
     every, some = (rounds.floor_bytes(engine, 0, [1], count) for count in (None, 2))
     assert every - some == target.num_layers * of_expert * (8 - 2)
 

@@ -77,9 +77,9 @@ def test_kernels(name: str, output: Path) -> None:
         return
     if name == "experts":
         assert [row["sizes"]["distinct"] for row in rows] == [2, 2, 2]
-        # of an expert: three matrices of 64 by 64, and a float32 scale of each of 192 outputs, or
+        # of an expert: three matrices of 128 by 128, and a float32 scale of each of 192 outputs, or
         # one of a byte for 32 inputs
-        assert [row["bytes"] for row in rows] == [4 * 12288, 2 * (12288 + 768), 12288 + 4 * 192]
+        assert [row["bytes"] for row in rows] == [4 * 49152, 2 * (49152 + 1536), 49152 + 4 * 768]
         assert all(0 <= row["error"] < 2e-2 for row in rows)
         return
     assert [row["sizes"]["page"] for row in rows] == [16, 64]
