@@ -10,9 +10,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from specjax.kernels.backend import WORD
 from specjax.models.shards import Split
 from specjax.models.weights import QuantArray, QuantLayout
 
@@ -75,6 +77,7 @@ class Recipe:
     stacks: tuple[tuple[str, ...], ...] = field(default=(), compare=False)
     # outputs of projections that a mesh cuts one by one, which files may join; empty: of the parts
     widths: tuple[int, ...] = ()
+    unit: int = 1  # least number of outputs of one on a device
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -87,7 +90,7 @@ class Recipe:
         if kind == "in":
             return Split(0, self.shape[:1])
         widths = self.widths or tuple(part.shape[0] for part in self.parts)
-        return Split(int(self.transpose), widths)
+        return Split(int(self.transpose), widths, self.unit)
 
 
 Recipes = Mapping[str, Recipe]
@@ -114,6 +117,7 @@ def weight(
     kind: type[nnx.Variable[Any]] = nnx.Param,
     stacks: tuple[tuple[str, ...], ...] = (),
     widths: tuple[int, ...] = (),
+    unit: int = 1,
 ) -> Any:
     """Declare a weight: a variable with this shape and dtype, and no values.
 
@@ -126,10 +130,11 @@ def weight(
         kind: class of the variable.
         stacks: other tensors that files may have, see :class:`Recipe`.
         widths: outputs of joined projections, see :class:`Recipe`.
+        unit: least number of outputs on a device.
     """
     tensors = (Part(stored, shape),) if isinstance(stored, str) else stored
     metadata: dict[str, Any] = {"split": split, "mean": mean, "stddev": stddev}
-    recipe = Recipe(tensors, stacks=stacks, widths=widths)
+    recipe = Recipe(tensors, stacks=stacks, widths=widths, unit=unit)
     return kind(jax.ShapeDtypeStruct(shape, dtype), recipe=recipe, **metadata)
 
 
@@ -141,6 +146,13 @@ class Cache(NamedTuple):
     per_request: tuple[jax.ShapeDtypeStruct, ...] = ()  # of a text of any length
     # of the whole model, not of a layer: a pool after all others, with the pages of the first
     is_extra: bool = False
+
+
+def token_kv(dtype: jnp.dtype, kv_heads: int, dim: int) -> jax.ShapeDtypeStruct:
+    """The key and value of a token as a layer stores them, see ``kernels/kv_format.py``."""
+    if dtype.itemsize == 1:
+        return jax.ShapeDtypeStruct((2, kv_heads, dim // 2), WORD)
+    return jax.ShapeDtypeStruct((2, kv_heads, dim), dtype)
 
 
 def pool_windows(caches: Sequence[Cache]) -> tuple[int, ...]:

@@ -81,11 +81,15 @@ class FlatModel(Generic[M]):
         return None if kind is None else self.recipes[name].split(kind)
 
     def placed(self, placement: Placement) -> Weights:
-        """Shapes and dtypes of the weights on the devices."""
-        splits = (self.split(name) for name in self.names)
-        axes = (None if split is None else split.axis for split in splits)
-        pairs = zip(self.abstract, axes, strict=True)
-        return tuple(placement.abstract(leaf, axis) for leaf, axis in pairs)
+        """Shapes and dtypes of the weights on the devices, of all pieces joined."""
+
+        def leaf(whole: jax.ShapeDtypeStruct, split: Split | None) -> Any:
+            if split is None:
+                return placement.abstract(whole)
+            shape = split.stored(whole.shape, self.shards)
+            return placement.abstract(jax.ShapeDtypeStruct(shape, whole.dtype), split.axis)
+
+        return tuple(map(leaf, self.abstract, map(self.split, self.names)))
 
     def random(self, seed: int, placement: Placement | None = None) -> Weights:
         """Draw random weights as ``initial`` states, on the device, without building the module.
@@ -96,14 +100,13 @@ class FlatModel(Generic[M]):
         """
         key = jax.random.key(seed)
         drawn = {}
-        shardings: list[Any] = [None] * len(self.names)
-        if placement is not None and placement.count > 1:
-            shardings = [leaf.sharding for leaf in self.placed(placement)]
+        is_cut = placement is not None and placement.count > 1
+        stored = self.placed(placement) if is_cut and placement else self.abstract
         # the largest first: it is drawn in float32, while most of the memory is free
-        for i in sorted(range(len(self.abstract)), key=lambda i: -self.abstract[i].size):
-            leaf, (mean, stddev) = self.abstract[i], self.initial[i]
+        for i in sorted(range(len(stored)), key=lambda i: -stored[i].size):
+            leaf, (mean, stddev) = stored[i], self.initial[i]
             if stddev:
-                form = leaf.shape, leaf.dtype, stddev, shardings[i]
+                form = leaf.shape, leaf.dtype, stddev, leaf.sharding
                 drawn[i] = _normal(jax.random.fold_in(key, i), *form)
             else:
                 drawn[i] = jnp.full(leaf.shape, mean, leaf.dtype)

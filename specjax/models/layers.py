@@ -19,10 +19,11 @@ from jax import Array
 
 from specjax.config import Dtypes, Rope, TransformerConfig
 from specjax.kernels.add_norm import add_norm, rms_norm, whole, with_offset
-from specjax.kernels.backend import WORD, resolve
+from specjax.kernels.backend import resolve
 from specjax.kernels.dot import plain_dot
 from specjax.kernels.rope_store import normed, rotate
-from specjax.models.declare import Cache, Part, Recipe, joined, weight
+from specjax.models.declare import Cache, Part, Recipe, joined, token_kv, weight
+from specjax.models.joint_norm import joint_norms
 from specjax.models.rope import RopeTables, rotated_rows
 from specjax.models.shards import all_sum, rows_of
 from specjax.models.weights import abstract_kernel, dot, partial_dot, take_outputs
@@ -127,8 +128,8 @@ class Linear(nnx.Module):
 
     Its outputs are those of stored projections. Each part has the number of outputs as its shape,
     and a name without ``.weight``. The kernel is quantised as ``dtypes`` say, unless they leave it
-    plain. A mesh of ``shards`` devices cuts the axis ``split``, in each of the projections with
-    ``widths`` outputs, and ``in_factor`` multiplies the stored kernel.
+    plain. A mesh of ``shards`` devices cuts the axis ``split``, as ``joint`` options of the recipe
+    say, and ``in_factor`` multiplies the stored kernel.
     """
 
     def __init__(
@@ -139,9 +140,9 @@ class Linear(nnx.Module):
         dtypes: Dtypes,
         split: str | None = None,
         shards: int = 1,
-        widths: tuple[int, ...] = (),
         in_factor: float = 1.0,
         implementation: str | None = None,
+        **joint: Any,
     ) -> None:
         self.implementation = implementation
         # products that are split along their inputs are added up before the bias
@@ -149,11 +150,11 @@ class Linear(nnx.Module):
         out_size = sum(tensor.shape[0] for tensor in tensors)
         kernel = abstract_kernel(in_size, out_size, dtypes.without(*(x.name for x in tensors)))
         stored = (x.of("weight", in_size, factor=x.factor * in_factor) for x in tensors)
-        recipe, stddev = Recipe(tuple(stored), transpose=True, widths=widths), in_size**-0.5
+        recipe, stddev = Recipe(tuple(stored), transpose=True, **joint), in_size**-0.5
         self.kernel = nnx.Param(kernel, recipe=recipe, split=split, stddev=stddev)
-        biases = partial(weight, tuple(x.of("bias") for x in tensors), (out_size,), widths=widths)
+        of_bias: Any = tuple(x.of("bias") for x in tensors), (out_size,), dtypes.activations
         split = None if split == "in" else split
-        self.bias = biases(dtypes.activations, split=split) if bias else None
+        self.bias = weight(*of_bias, split=split, **joint) if bias else None
 
     def __call__(
         self, x: Array, out_dtype: jnp.dtype | None = None, outputs: slice = slice(None)
@@ -186,6 +187,7 @@ class RMSNorm(nnx.Module):
         factor: float = 1.0,
         rows: np.ndarray | None = None,
         split: str | None = None,
+        unit: int = 1,
         implementation: str | None = None,
     ) -> None:
         """``name`` is that of the stored scale without ``.weight``; ``factor`` multiplies it.
@@ -193,7 +195,8 @@ class RMSNorm(nnx.Module):
         ``rows`` is its order in the file, if that differs.
         """
         tensor, dtype = Part(f"{name}.weight", (size,), rows, factor), config.dtypes.activations
-        self.scale = weight((tensor,), (size,), dtype, split=split, mean=1.0 - offset)
+        scale = partial(weight, (tensor,), (size,), dtype, mean=1.0 - offset)
+        self.scale = scale(split=split, unit=unit)
         self.eps, self.offset, self.implementation = config.rms_norm_eps, offset, implementation
 
     @property
@@ -291,13 +294,6 @@ def dense_attention(
         return jax.nn.dot_product_attention(q, k, v, mask=mask, **options)
 
 
-def token_kv(dtype: jnp.dtype, kv_heads: int, dim: int) -> jax.ShapeDtypeStruct:
-    """The key and value of a token as a layer stores them, see ``kernels/kv_format.py``."""
-    if dtype.itemsize == 1:
-        return jax.ShapeDtypeStruct((2, kv_heads, dim // 2), WORD)
-    return jax.ShapeDtypeStruct((2, kv_heads, dim), dtype)
-
-
 class Attention(nnx.Module):
     """Grouped-query self-attention with rotary positions; ``attend`` manages keys and values."""
 
@@ -307,7 +303,7 @@ class Attention(nnx.Module):
         """``in_size`` is the hidden width by default."""
         self.kind = kind
         heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
-        self.shape = (heads // kind.shards, kv_heads // kind.shards, dim)
+        self.shape = (heads // kind.shards, max(1, kv_heads // kind.shards), dim)
         queries = self.queries(config, kind)
         # or more, if a subclass also has gates
         self.num_queries = queries.shape[0] // dim // kind.shards
@@ -327,11 +323,11 @@ class Attention(nnx.Module):
             Part("v_proj", (kv_size,), factor=1 / value),
         )
         options: dict[str, Any] = {"fused": "qkv_proj", "bias": kind.qkv_bias, "split": "out"}
-        self.qkv = kind.linear(in_size or size, at, *tensors, **options)
+        self.qkv = kind.linear(in_size or size, at, *tensors, unit=dim, **options)
         options = {"bias": kind.output_bias, "split": "in", "in_factor": value}
         self.output = kind.linear(q_size, at, Part("o_proj", (size,)), **options)
         sizes, split = ((dim, dim), None) if of_head else ((q_size, kv_size), "out")
-        norm = partial(kind.norm, config, split=split)
+        norm = partial(kind.norm, config, split=split, unit=dim)
         order = partial(_row_order, config, kind)
         q_rows, k_rows = (order(1), order(1)) if of_head else (order(heads), order(kv_heads))
         q_norm = partial(norm, sizes[0], f"{at}q_norm", factor=of_norm, rows=q_rows)
@@ -375,8 +371,7 @@ class Attention(nnx.Module):
         factor = 1.0 if self.kind.scale is None else self.kind.scale * dim**0.5
         if self.q_norm is not None and self.k_norm is not None and self.kind.joint_qk_norm:
             q, k, v = (whole(y, x.ndim + 1, x.dtype) for y in (q, k, v))
-            q = self.q_norm(q.reshape(*x.shape[:-1], -1)).reshape(q.shape)
-            k = self.k_norm(k.reshape(*x.shape[:-1], -1)).reshape(k.shape)
+            q, k = joint_norms((q, k), (self.q_norm, self.k_norm), self.kind.shards)
         elif self.q_norm is not None and self.k_norm is not None:
             q_scale = self.q_norm.factor if factor == 1.0 else _times(self.q_norm.factor, factor)
             rope = rope._replace(norms=(q_scale, self.k_norm.factor, self.k_norm.eps))

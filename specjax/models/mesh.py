@@ -15,13 +15,17 @@ def refusals(config: ModelConfig, drafts: Sequence[Any], count: int) -> Iterator
     option = f"tp_size={count}"
     sizes = {
         "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
         "intermediate_size": config.intermediate_size,
         "vocab_size": config.vocab_size,
     }
     for name, size in sizes.items():
         if size % count:
             yield f"{option} must divide {name}={size} of the model; choose a divisor"
+    if (heads := config.num_kv_heads) % count and count % heads:
+        yield (
+            f"{option} must divide num_key_value_heads={heads} of the model, or be a multiple of "
+            "it; choose such a number"
+        )
     for model in (config, *drafts):
         if (format := getattr(model, "quantization", None)) is not None:
             yield f"{option} does not support quantised matrices yet; they are {format}"
@@ -32,7 +36,3 @@ def refusals(config: ModelConfig, drafts: Sequence[Any], count: int) -> Iterator
         if modules != (Attention, MLP):
             names = " and ".join(getattr(x, "__name__", repr(x)) for x in modules)
             yield f"{option} does not support layers of {names} yet; it needs Attention and MLP"
-        if kind.joint_qk_norm:
-            yield f"{option} does not support norms of all query heads together yet"
-        if kind.sinks:
-            yield f"{option} does not support attention sinks yet"

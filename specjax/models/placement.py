@@ -185,7 +185,8 @@ class Placement:
         pieces = (split.piece(weight, i, self.count) for i in range(self.count))
         arrays = list(map(jax.device_put, pieces, self.devices))
         sharding = self.sharding(split.axis)
-        return jax.make_array_from_single_device_arrays(weight.shape, sharding, arrays)
+        shape = split.stored(weight.shape, self.count)
+        return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
 
     def abstract(self, values: Any, axis: int | None = None) -> Any:
         """Shapes and dtypes of a pytree of arrays that will be on the devices, cut on ``axis``."""

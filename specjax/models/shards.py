@@ -21,22 +21,32 @@ class Split:
     """How a weight is cut on ``axis``, where projections of these ``widths`` are joined.
 
     Each device has its share of every projection, so pieces are not contiguous if there are
-    several.
+    several. A share has at least ``unit`` indices: those of a KV head, which several devices store
+    if there are more devices than heads.
     """
 
     axis: int
     widths: tuple[int, ...]
+    unit: int = 1
 
     def piece(self, weight: np.ndarray, device: int, count: int) -> np.ndarray:
         """The piece of a whole weight that device number ``device`` of ``count`` has."""
         pieces, start = [], 0
-        for width in self.widths:
-            own = width // count
-            begin = start + device * own
+        for width, own in zip(self.widths, self._shares(count), strict=True):
+            begin = start + device * width // count // self.unit * self.unit
             index = (slice(None),) * self.axis + (slice(begin, begin + own),)
             pieces.append(weight[index])
             start += width
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces, axis=self.axis)
+
+    def stored(self, shape: tuple[int, ...], count: int) -> tuple[int, ...]:
+        """The shape of the pieces of ``count`` devices, joined, of a weight with this shape."""
+        sizes = list(shape)
+        sizes[self.axis] = count * sum(self._shares(count))
+        return tuple(sizes)
+
+    def _shares(self, count: int) -> list[int]:
+        return [max(width // count, self.unit) for width in self.widths]
 
 
 def all_sum(x: Array, count: int) -> Array:

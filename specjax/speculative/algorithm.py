@@ -16,9 +16,9 @@ from jax import Array
 from specjax.compiling.digest import source_facts
 from specjax.config import MAX_STEPS, ModelConfig
 from specjax.kv.pages import PagedAttend, PageView, Segments
+from specjax.models.declare import token_kv
 from specjax.models.decoder import CausalLM
 from specjax.models.flat import FlatModel, Networks
-from specjax.models.layers import token_kv
 from specjax.models.placement import Placement
 from specjax.sampling.draw import SamplingConfig
 from specjax.speculative.future_map import FutureMap

@@ -3,15 +3,23 @@
 Dense decoding runs on one device with weights from the files, and without a KV cache.
 """
 
+import os
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from specjax import SamplingParams
+from specjax.checkpoints import open_target
+from specjax.models.decoder import CausalLM
+from specjax.models.flat import FlatModel
 from specjax.testing import Files, letter_tokenizer
+from specjax.testing.dense import Job, dense_decode
 from specjax.testing.files import CONFIG
 
+from ..support.engine_process import Process
 from ..support.meshes import PROMPTS, check_dense, dense_weights, replicas_that_differ
 from ..support.model_files import write_model
 from .draws import Drafts, Options
@@ -45,6 +53,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "mlp_bias": True,
     },
     "joined projections": {"model_type": "phi3"},
+    "norms of all heads": {"model_type": "olmo2"},
+    "norms of all heads, one KV head": {"model_type": "olmo2", "num_kv_heads": 1},
+    "a repeated KV head, biases": {"model_type": "qwen2", "num_kv_heads": 1, "qkv_bias": True},
     "windows, norms of outputs, soft caps": {
         "model_type": "gemma2",
         "tie_word_embeddings": True,
@@ -86,6 +97,29 @@ def test_every_family_is_split(family: Files) -> None:
     with family.engine(tp_size=2, speculative=False, **options) as made:
         check_dense(made, dense_weights(made))
         assert not replicas_that_differ(made)
+
+
+def test_four_devices_share_two_kv_heads(
+    files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a process with as many devices."""
+    flags = os.environ["XLA_FLAGS"].replace("device_count=2", "device_count=4")
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    config = replace(CONFIG, model_type="olmo2", vocab_size=100)
+    path = write_model(tmp_path / "target", config, tokenizer=letter_tokenizer())
+    options = files.arguments(speculative=False, target=path, tp_size=4, page_size=1)
+    process = Process(**options, speculative_algorithm="NGRAM", compile_on_use=True)
+    target = open_target(path, dtype="float32")
+    weights = tuple(FlatModel.of(partial(CausalLM, config)).order(target.load_weights()))
+    try:
+        for settings in ({"temperature": 0.0}, {"temperature": 0.8, "sampling_seed": 3}):
+            asked = {"max_new_tokens": 24, "ignore_eos": True} | settings
+            outputs = process.ask("generate", input_ids=PROMPTS, sampling_params=asked)
+            for prompt, output in zip(PROMPTS, outputs, strict=True):
+                job = Job(prompt=tuple(prompt), params=SamplingParams(**asked), seed=3)
+                assert output["output_ids"] == dense_decode(weights, job, target.config).tokens
+    finally:
+        process.close()
 
 
 @pytest.mark.parametrize("way", ["rejection", "grammar", "several rounds"])

@@ -124,12 +124,15 @@ def test_weights_are_replaced_under_their_whole_shapes(pair: Engine) -> None:
     ("changes", "count", "text"),
     [
         ({"num_heads": 6}, 4, "tp_size=4 must divide num_attention_heads=6 "),
-        ({}, 4, "tp_size=4 must divide num_key_value_heads=2 "),
+        (
+            {"num_heads": 12, "num_kv_heads": 6},
+            4,
+            "tp_size=4 must divide num_key_value_heads=6 of the model, or be a multiple of it",
+        ),
         ({"intermediate_size": 47}, 2, "tp_size=2 must divide intermediate_size=47 "),
         ({}, 2, "tp_size=2 must divide vocab_size=61 "),
         ({"quantization": Quantization("int8")}, 2, "does not support quantised matrices yet"),
         ({"kv_cache_dtype": "fp8_e4m3"}, 2, "does not support kv_cache_dtype='fp8_e4m3' yet"),
-        ({"model_type": "olmo2"}, 2, "does not support norms of all query heads together yet"),
     ],
 )
 def test_models_that_cannot_be_split_are_refused(

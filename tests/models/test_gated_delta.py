@@ -11,10 +11,17 @@ import pytest
 from specjax.kernels.delta_inputs import DeltaGates
 
 from specjax.config import Quantization
-from specjax.models.declare import Cache, pool_layers, pool_shapes, request_layers, request_shapes
+from specjax.models.declare import (
+    Cache,
+    pool_layers,
+    pool_shapes,
+    request_layers,
+    request_shapes,
+    token_kv,
+)
 from specjax.models.flat import FlatModel
 from specjax.models.gated_delta import DeltaConfig, GatedDelta
-from specjax.models.layers import LayerKind, token_kv
+from specjax.models.layers import LayerKind
 from specjax.testing.models import SIZES, random_weights
 
 HEADS: dict[str, Any] = {

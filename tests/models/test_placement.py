@@ -30,6 +30,17 @@ def test_pieces_have_a_share_of_every_projection(data, count: int, axis: int) ->
         )
 
 
+@given(st.integers(1, 3), st.integers(1, 4), st.integers(1, 3))
+def test_devices_share_heads_that_are_fewer(heads: int, repeats: int, size: int) -> None:
+    """Each head is whole on neighbouring devices."""
+    count = heads * repeats
+    split = Split(0, (heads * size,), unit=size)
+    weight = np.arange(heads * size)
+    pieces = [split.piece(weight, device, count) for device in range(count)]
+    assert np.array_equal(pieces, weight.reshape(heads, size).repeat(repeats, axis=0))
+    assert split.stored((heads * size, 5), count) == (count * size, 5)
+
+
 def test_each_device_gets_its_piece(pair: Placement) -> None:
     weight = np.arange(24.0, dtype=np.float32).reshape(2, 12)
     put = pair.put_pieces(weight, Split(1, (8, 4)))
