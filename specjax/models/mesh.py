@@ -29,8 +29,6 @@ def refusals(config: ModelConfig, drafts: Sequence[Any], count: int) -> Iterator
     for model in (config, *drafts):
         if (format := getattr(model, "quantization", None)) is not None:
             yield f"{option} does not support quantised matrices yet; they are {format}"
-    if config.kv_cache_dtype != "auto":
-        yield f"{option} does not support kv_cache_dtype={config.kv_cache_dtype!r} yet"
     for kind in layer_kinds(config):
         modules = kind.mixer, kind.feed_forward
         if modules != (Attention, MLP):

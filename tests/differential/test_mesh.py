@@ -122,12 +122,13 @@ def test_four_devices_share_two_kv_heads(
         process.close()
 
 
-@pytest.mark.parametrize("way", ["rejection", "grammar", "several rounds"])
+@pytest.mark.parametrize("way", ["rejection", "grammar", "several rounds", "fp8 KV"])
 def test_other_ways_to_serve_a_split_target(way: str, files: Files) -> None:
     options: dict[str, Options] = {
         "rejection": {"speculative_use_rejection_sampling": True},
         "grammar": {"grammar_backend": "llguidance"},
         "several rounds": {"rounds_per_dispatch": 3, "speculative_adaptive": True},
+        "fp8 KV": {"kv_cache_dtype": "fp8_e4m3"},
     }
     texts = []
     requests: list[Options] = [

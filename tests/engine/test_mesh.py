@@ -132,7 +132,6 @@ def test_weights_are_replaced_under_their_whole_shapes(pair: Engine) -> None:
         ({"intermediate_size": 47}, 2, "tp_size=2 must divide intermediate_size=47 "),
         ({}, 2, "tp_size=2 must divide vocab_size=61 "),
         ({"quantization": Quantization("int8")}, 2, "does not support quantised matrices yet"),
-        ({"kv_cache_dtype": "fp8_e4m3"}, 2, "does not support kv_cache_dtype='fp8_e4m3' yet"),
     ],
 )
 def test_models_that_cannot_be_split_are_refused(
@@ -167,7 +166,6 @@ def test_engines_name_what_they_cannot_split(files: Files, pair: Engine) -> None
     for options, text in (
         ({"tp_size": 1 + len(jax.devices())}, "tp_size=.* exceeds"),
         ({"tp_size": 2, "quantization": "int8"}, "tp_size=2 does not support quantised"),
-        ({"tp_size": 2, "kv_cache_dtype": "fp8_e4m3"}, "kv_cache_dtype='fp8_e4m3' yet"),
     ):
         with pytest.raises(ValueError, match=text):
             plan_engine(EngineArgs(**files.arguments(**options)))
