@@ -5,6 +5,7 @@ both, so that loading, exporting, updates, quantised formats and KV pools need n
 of a network.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -85,12 +86,18 @@ class Recipe:
         width, inner = sum(tensor.shape[0] for tensor in self.parts), self.parts[0].shape[1:]
         return (*inner, width) if self.transpose else (width, *inner)
 
-    def split(self, kind: str) -> Split:
-        """How a mesh cuts the weight, for a ``kind`` as in :func:`weight`."""
+    def split(self, kind: str, count: int) -> Split | None:
+        """How ``count`` devices share the weight, for a ``kind`` as in :func:`weight`."""
+        if kind == "in" and (layout := self.layout) is not None:
+            groups = layout.parts * layout.groups
+            # each device needs a scale of all inputs
+            is_shared = self.shape[1] == groups == 1
+            parts = math.gcd(layout.parts, groups // count)
+            return None if is_shared else Split(0, self.shape[1:], parts=parts)
         if kind == "in":
             return Split(0, self.shape[:1])
         widths = self.widths or tuple(part.shape[0] for part in self.parts)
-        return Split(int(self.transpose), widths, self.unit)
+        return Split(int(self.transpose or self.layout is not None), widths, self.unit)
 
 
 Recipes = Mapping[str, Recipe]
@@ -267,4 +274,5 @@ def _quantised(recipe: Recipe, leaf: str, dtype: str, layout: QuantLayout) -> Re
 
     stacks = recipe.stacks if leaf == "values" else ()
     parts = tuple(map(part_of, recipe.parts))
-    return Recipe(parts, dtype=dtype, layout=layout, stacks=stacks)
+    joint: dict[str, Any] = {"widths": recipe.widths, "unit": recipe.unit}
+    return Recipe(parts, dtype=dtype, layout=layout, stacks=stacks, **joint)

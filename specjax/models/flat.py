@@ -78,7 +78,7 @@ class FlatModel(Generic[M]):
         if self.shards == 1:
             return None
         kind = self.splits[self.names.index(name)]
-        return None if kind is None else self.recipes[name].split(kind)
+        return None if kind is None else self.recipes[name].split(kind, self.shards)
 
     def placed(self, placement: Placement) -> Weights:
         """Shapes and dtypes of the weights on the devices, of all pieces joined."""

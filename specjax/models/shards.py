@@ -5,7 +5,7 @@ the whole of all other values. Modules therefore have the sizes of one device. P
 are split are added up over all devices.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -22,15 +22,21 @@ class Split:
 
     Each device has its share of every projection, so pieces are not contiguous if there are
     several. A share has at least ``unit`` indices: those of a KV head, which several devices store
-    if there are more devices than heads.
+    if there are more devices than heads. If the inputs of a quantised matrix are split, ``[P, out,
+    J]``, a piece has that many ``parts`` of its own inputs, and pieces are joined on axis 0.
     """
 
     axis: int
     widths: tuple[int, ...]
     unit: int = 1
+    parts: int | None = None
 
     def piece(self, weight: np.ndarray, device: int, count: int) -> np.ndarray:
         """The piece of a whole weight that device number ``device`` of ``count`` has."""
+        if self.parts is not None:
+            matrix = weight.swapaxes(0, 1).reshape(weight.shape[1], -1)
+            inputs = replace(self, axis=1, parts=None).piece(matrix, device, count)
+            return inputs.reshape(len(inputs), self.parts, -1).swapaxes(0, 1)
         pieces, start = [], 0
         for width, own in zip(self.widths, self._shares(count), strict=True):
             begin = start + device * width // count // self.unit * self.unit
@@ -41,6 +47,8 @@ class Split:
 
     def stored(self, shape: tuple[int, ...], count: int) -> tuple[int, ...]:
         """The shape of the pieces of ``count`` devices, joined, of a weight with this shape."""
+        if self.parts is not None:
+            return count * self.parts, shape[1], self.widths[0] // count // self.parts
         sizes = list(shape)
         sizes[self.axis] = count * sum(self._shares(count))
         return tuple(sizes)

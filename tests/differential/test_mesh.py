@@ -9,19 +9,22 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 
 from specjax import SamplingParams
 from specjax.checkpoints import open_target
 from specjax.models.decoder import CausalLM
 from specjax.models.flat import FlatModel
+from specjax.models.mesh import INT4_VERSION
 from specjax.testing import Files, letter_tokenizer
 from specjax.testing.dense import Job, dense_decode
 from specjax.testing.files import CONFIG
 
 from ..support.engine_process import Process
-from ..support.meshes import PROMPTS, check_dense, dense_weights, replicas_that_differ
+from ..support.meshes import PROMPTS, check_dense, collectives, dense_weights, replicas_that_differ
 from ..support.model_files import write_model
+from ..support.quantized_files import FORMATS, compressed, make, packed
 from .draws import Drafts, Options
 from .rows import drafting
 
@@ -38,6 +41,7 @@ ROWS = [
     ("markov", "chain", "fixed"),
     ("NONE", "", ""),
 ]
+OLD = jax.__version_info__ < INT4_VERSION
 # settings of models that split other weights than the plain target's
 FAMILIES: dict[str, dict[str, Any]] = {
     "tied embeddings, biases": {
@@ -97,6 +101,38 @@ def test_every_family_is_split(family: Files) -> None:
     with family.engine(tp_size=2, speculative=False, **options) as made:
         check_dense(made, dense_weights(made))
         assert not replicas_that_differ(made)
+        config, (counts, *others) = made.target.config, collectives(made)
+        sums = (2 + (config.model_type == "olmo2")) * config.num_layers
+        assert counts == {"all-gather": 1, "all-reduce": sums + config.tie_word_embeddings}
+        assert all(each == counts for each in others)
+
+
+@pytest.mark.parametrize(
+    "format",
+    [
+        "fp8",
+        "int8",
+        "groups",
+        pytest.param("int4", marks=pytest.mark.skipif(OLD, reason="needs jax 0.11")),
+    ],
+)
+def test_quantised_matrices_are_split(
+    format: str, files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Target and draft; groups are those of files of the target, with zero points."""
+    options: Options = {"quantization": format}
+    bits = {"groups": 8, "int4": 4}.get(format)
+    if bits is not None:
+        stored = compressed(bits, "int", "group", group_size=8, symmetric=False)
+        form = stored, partial(packed, bits, True, 8)
+        monkeypatch.setitem(FORMATS, format, form)
+        options = {"target": make(files, tmp_path, format)[0]}
+    with files.engine(tp_size=2, **options) as made:
+        assert made.target.config.quantization is not None
+        assert check_dense(made, dense_weights(made)) > 20
+        assert not replicas_that_differ(made)
+        sums = {"all-reduce": 2 * CONFIG.num_layers, "all-gather": 1}
+        assert all(counts == sums for counts in collectives(made))
 
 
 def test_four_devices_share_two_kv_heads(

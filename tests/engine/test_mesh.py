@@ -1,6 +1,5 @@
 """An engine whose target is split over two devices writes the texts of one device."""
 
-import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -18,7 +17,14 @@ from specjax.models.mesh import refusals
 from specjax.testing import Files
 from specjax.testing.models import TARGET
 
-from ..support.meshes import PROMPTS, check_dense, dense_weights, replicas_that_differ
+from ..support.meshes import (
+    PROMPTS,
+    check_dense,
+    collectives,
+    dense_weights,
+    passes,
+    replicas_that_differ,
+)
 
 COUNT = 2
 PROCESSED = {
@@ -30,9 +36,6 @@ PROCESSED = {
     "repetition_penalty": 1.2,
     "logit_bias": {"5": 2.0},
 }
-COLLECTIVES = (
-    r"= .*?(all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\("
-)
 
 
 @pytest.fixture(scope="module")
@@ -92,16 +95,13 @@ def test_each_device_has_a_share_of_the_target_and_all_of_the_draft(pair: Engine
 
 def test_devices_exchange_two_sums_of_a_layer_and_the_logits(pair: Engine) -> None:
     pair.generate(input_ids=PROMPTS[:1], sampling_params={"max_new_tokens": 8})
-    compiled = {key: x for key, x in pair.runner.compiled.items() if key[0] in ("round", "prefill")}
-    assert compiled
     state = pair.runner.abstract_state
     state_bytes = sum(
         np.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(state)
     )
-    for function in compiled.values():
-        counts = Counter(re.findall(COLLECTIVES, function.as_text()))
-        assert counts == {"all-reduce": 2 * TARGET.num_layers, "all-gather": 1}
+    assert collectives(pair) == [{"all-reduce": 2 * TARGET.num_layers, "all-gather": 1}] * 2
+    for function in passes(pair):
         # all of the state is updated in place
         assert function.memory_analysis().alias_size_in_bytes >= state_bytes
 
@@ -131,7 +131,11 @@ def test_weights_are_replaced_under_their_whole_shapes(pair: Engine) -> None:
         ),
         ({"intermediate_size": 47}, 2, "tp_size=2 must divide intermediate_size=47 "),
         ({}, 2, "tp_size=2 must divide vocab_size=61 "),
-        ({"quantization": Quantization("int8")}, 2, "does not support quantised matrices yet"),
+        (
+            {"quantization": Quantization("fp8", group=32)},
+            2,
+            "num_attention_heads * head_dim=32 inputs into 16 per device, which must be a multiple",
+        ),
     ],
 )
 def test_models_that_cannot_be_split_are_refused(
@@ -142,11 +146,17 @@ def test_models_that_cannot_be_split_are_refused(
     assert not list(refusals(config, (), 1))
 
 
-def test_drafts_must_not_be_quantised() -> None:
-    draft = replace(TARGET, quantization=Quantization("int8"))
+@pytest.mark.parametrize(("version", "accepts"), [((0, 10, 2), False), ((0, 11, 0), True)])
+def test_4_bit_integers_need_a_jax_that_takes_them(version, accepts, monkeypatch) -> None:
+    """Arrays of a mesh are committed to it; compiled functions of jax 0.10 refuse such ones."""
+    monkeypatch.setattr(jax, "__version_info__", version)
     even = replace(TARGET, vocab_size=62)
-    assert not list(refusals(even, (even,), 2))
-    assert "quantised matrices yet" in next(refusals(even, (draft,), 2))
+    quantised = replace(even, quantization=Quantization("int4", group=8))
+    for target, draft in ((even, quantised), (quantised, even)):
+        reasons = list(refusals(target, (draft,), 2))
+        assert [text.startswith("tp_size=2 needs jax 0.11 or later") for text in reasons] == [
+            True
+        ] * (not accepts)
 
 
 @pytest.mark.parametrize(
@@ -165,7 +175,7 @@ def test_options_that_exclude_each_other_are_refused(options: dict[str, Any], te
 def test_engines_name_what_they_cannot_split(files: Files, pair: Engine) -> None:
     for options, text in (
         ({"tp_size": 1 + len(jax.devices())}, "tp_size=.* exceeds"),
-        ({"tp_size": 2, "quantization": "int8"}, "tp_size=2 does not support quantised"),
+        ({"tp_size": 2, "quantization": "int4"}, "tp_size=2 (needs jax|cuts num_att.* of 128)"),
     ):
         with pytest.raises(ValueError, match=text):
             plan_engine(EngineArgs(**files.arguments(**options)))

@@ -1,23 +1,26 @@
 """Checks of engines whose target is split over several devices."""
 
+import re
+from collections import Counter
 from typing import Any
 
 import jax
 import numpy as np
 
 from specjax import Engine, SamplingParams
-from specjax.checkpoints import open_target
 from specjax.models.flat import FlatModel, Weights
 from specjax.testing.dense import Job, dense_decode
 
+COLLECTIVES = (
+    r"= .*?(all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\("
+)
 PROMPTS = [[5, 19, 40], [1, 2, 3, 4, 5, 6, 7, 8], list(range(20, 45))]
 
 
 def dense_weights(engine: Engine) -> Weights:
     """The whole weights of an engine's target, from its files."""
     flat: FlatModel[Any] = engine.runner.networks.target
-    named = open_target(engine.target.path, dtype="float32").load_weights()
-    return jax.device_put(tuple(flat.order(named)))
+    return jax.device_put(tuple(flat.order(engine.target.load_weights())))
 
 
 def check_dense(engine: Engine, weights: Weights, count: int = 24) -> int:
@@ -36,6 +39,18 @@ def check_dense(engine: Engine, weights: Weights, count: int = 24) -> int:
             assert output["output_ids"] == dense_decode(weights, job, engine.target.config).tokens
             accepted += output["meta_info"].get("spec_num_correct_drafts", 0)
     return accepted
+
+
+def passes(engine: Engine) -> list[Any]:
+    """The compiled rounds and prefills that an engine has run."""
+    compiled = engine.runner.compiled
+    return [x for key, x in compiled.items() if key[0] in ("round", "prefill")]
+
+
+def collectives(engine: Engine) -> list[dict[str, int]]:
+    """How many sums and other exchanges between devices each of the passes has."""
+    found = [re.findall(COLLECTIVES, function.as_text()) for function in passes(engine)]
+    return [dict(Counter(names)) for names in found]
 
 
 def replicas_that_differ(engine: Engine) -> list[str]:
