@@ -76,9 +76,9 @@ class Recipe:
     dtype: str = "float32"
     layout: QuantLayout | None = None
     stacks: tuple[tuple[str, ...], ...] = field(default=(), compare=False)
-    # outputs of projections that a mesh cuts one by one, which files may join; empty: of the parts
+    # sizes of projections that a mesh cuts one by one, which files may join; empty: of the parts
     widths: tuple[int, ...] = ()
-    unit: int = 1  # least number of outputs of one on a device
+    unit: int = 1  # each device has a multiple of it
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -95,7 +95,8 @@ class Recipe:
             parts = math.gcd(layout.parts, groups // count)
             return None if is_shared else Split(0, self.shape[1:], parts=parts)
         if kind == "in":
-            return Split(0, self.shape[:1])
+            axis = int(not self.transpose)
+            return Split(axis, self.widths or (self.shape[axis],), self.unit)
         widths = self.widths or tuple(part.shape[0] for part in self.parts)
         return Split(int(self.transpose or self.layout is not None), widths, self.unit)
 
@@ -122,9 +123,7 @@ def weight(
     mean: float = 0.0,
     stddev: float = 0.0,
     kind: type[nnx.Variable[Any]] = nnx.Param,
-    stacks: tuple[tuple[str, ...], ...] = (),
-    widths: tuple[int, ...] = (),
-    unit: int = 1,
+    **options: Any,
 ) -> Any:
     """Declare a weight: a variable with this shape and dtype, and no values.
 
@@ -135,13 +134,11 @@ def weight(
         mean: mean of random initial values.
         stddev: their standard deviation.
         kind: class of the variable.
-        stacks: other tensors that files may have, see :class:`Recipe`.
-        widths: outputs of joined projections, see :class:`Recipe`.
-        unit: least number of outputs on a device.
+        options: those of :class:`Recipe`.
     """
     tensors = (Part(stored, shape),) if isinstance(stored, str) else stored
     metadata: dict[str, Any] = {"split": split, "mean": mean, "stddev": stddev}
-    recipe = Recipe(tensors, stacks=stacks, widths=widths, unit=unit)
+    recipe = Recipe(tensors, **options)
     return kind(jax.ShapeDtypeStruct(shape, dtype), recipe=recipe, **metadata)
 
 

@@ -25,6 +25,7 @@ from specjax.kernels.grouped_experts import MAX_FLOAT32_ROWS, Activation, groupe
 from specjax.models.declare import Part, Recipe, weight
 from specjax.models.family import alike
 from specjax.models.layers import ACTIVATIONS, MLP, LayerKind
+from specjax.models.shards import all_sum
 from specjax.models.weights import Kernel, QuantArray, abstract_kernel
 from specjax.types import TokenInputs
 
@@ -101,6 +102,8 @@ class Experts(nnx.Module):
         width = config.shared_expert_intermediate_size
         shared = partial(MLP, config, kind, at, inner=width, module="shared_expert")
         self.shared = shared() if width else None
+        if self.shared is not None:
+            self.shared.down.num_sums = 1  # devices add up all experts at once
         gate = partial(weight, f"{at}shared_expert_gate.weight", (1, size), dtype)
         self.shared_gate = gate(stddev=size**-0.5) if config.has_shared_expert_gate else None
 
@@ -145,8 +148,9 @@ class Experts(nnx.Module):
                 shared = (shared.astype(jnp.float32) * jax.nn.sigmoid(gate)).astype(x.dtype)
             sums = jnp.concatenate([sums, shared.astype(sums.dtype)[None]])
         # partial sums of many tokens would take K times the memory of the residual stream
-        if len(sums) == 1 or len(rows) > MAX_FLOAT32_ROWS:
-            return ordered_sum(sums.astype(jnp.float32)).astype(x.dtype).reshape(x.shape)
+        if len(sums) == 1 or len(rows) > MAX_FLOAT32_ROWS or self.kind.shards > 1:
+            total = ordered_sum(sums.astype(jnp.float32)).astype(x.dtype).reshape(x.shape)
+            return all_sum(total, self.kind.shards)
         return sums.reshape(len(sums), *x.shape)
 
     def logits(self, rows: Array) -> Array:
@@ -171,20 +175,24 @@ class Experts(nnx.Module):
         names = [kind.tensor(f"{at}experts.{i}.{x}") for i in range(count) for x in outputs]
         sizes = [*outputs.values()] * count
         parts = (Part(f"{x}.weight", (n, in_size)) for x, n in zip(names, sizes, strict=True))
-        return matrix(tuple(parts), kind, in_size, stacks=tuple(stacks))
+        # devices share the inner columns
+        how: dict[str, Any] = {"split": "out" if len(outputs) > 1 else "in"}
+        return matrix(tuple(parts), kind, in_size, stacks=tuple(stacks), **how)
 
 
-def matrix(stored: tuple[Part, ...], kind: LayerKind, in_size: int, **options: Any) -> Any:
+def matrix(
+    stored: tuple[Part, ...], kind: LayerKind, in_size: int, *, split: str, **options: Any
+) -> Any:
     """Declare a matrix ``[out, in]`` for the kernels of experts, quantised as layers are.
 
-    ``options`` are those of the recipe.
+    A mesh cuts the axis ``split``; ``options`` are those of the recipe.
     """
     out_size = sum(part.shape[0] for part in stored)
     dtypes = kind.dtypes.without(*(part.name.removesuffix(".weight") for part in stored))
     shape: Any = jax.ShapeDtypeStruct((out_size, in_size), dtypes.activations)
     if dtypes.quantization is not None:
         shape = abstract_kernel(in_size, out_size, dtypes, num_parts=1)
-    return nnx.Param(shape, recipe=Recipe(stored, **options), split=None, stddev=in_size**-0.5)
+    return nnx.Param(shape, recipe=Recipe(stored, **options), split=split, stddev=in_size**-0.5)
 
 
 def mean_distinct(config: ModelConfig, routes: Sequence[Array]) -> Array | None:

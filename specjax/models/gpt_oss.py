@@ -22,6 +22,7 @@ from specjax.models.declare import Part, Stored, weight
 from specjax.models.experts import Experts, MixtureConfig, matrix, mixture_layers, read_experts
 from specjax.models.family import GGUF, Family, attention_biases, layer_windows
 from specjax.models.layers import LayerKind
+from specjax.models.shards import once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,6 +117,16 @@ def _packed_part(
     return Part(name, packed, made_of=made_of)
 
 
+def _packed_split(
+    outputs: Mapping[str, int], shape: tuple[int, ...], *, outputs_axis: int, blocks_axis: int
+) -> dict[str, Any]:
+    """How devices share packed matrices: by gates and ups, or by the blocks of their inputs."""
+    if len(outputs) == 1:
+        return {"split": "in", "axis": blocks_axis, "widths": (shape[blocks_axis],)}
+    widths = (*outputs.values(),)
+    return {"split": "out", "axis": outputs_axis, "widths": widths, "unit": mxfp4.BLOCK}
+
+
 class BiasedExperts(Experts):
     """Experts whose router and projections have biases."""
 
@@ -128,18 +139,22 @@ class BiasedExperts(Experts):
         self.router_bias = weight(f"{kind.tensor(f'{at}gate')}.bias", (count,), dtype)
         size, inner = config.hidden_size, config.moe_intermediate_size
         outputs = {"gate_proj": inner, "up_proj": inner}, {"down_proj": size}
+        # a block of inner columns is on one device
+        unit = mxfp4.BLOCK if config.has_packed_experts else 1
+        of_inner: dict[str, Any] = {"split": "out", "widths": (inner,) * 2 * count, "unit": unit}
 
-        def bias(outputs: Mapping[str, int]) -> Any:
+        def bias(outputs: Mapping[str, int], **options: Any) -> Any:
             part = _part(at, count, outputs, None, _Form("_bias"), _Form(".bias"))
-            return weight((part,), part.shape, dtype)
+            return weight((part,), part.shape, dtype, **options)
 
         def scale(outputs: Mapping[str, int], in_size: int) -> Any:
             # random values then have the size of other random weights
             exponent = 127 + round(math.log2(in_size**-0.5 / mxfp4.SPREAD)) + mxfp4.BIAS
             part = _packed_part(at, count, outputs, in_size, is_scale=True)
-            return weight((part,), part.shape, jnp.uint32, mean=exponent * 0x01010101)
+            how = _packed_split(outputs, part.shape, outputs_axis=1, blocks_axis=2)
+            return weight((part,), part.shape, jnp.uint32, mean=exponent * 0x01010101, **how)
 
-        self.gate_up_bias, self.down_bias = map(bias, outputs)
+        self.gate_up_bias, self.down_bias = bias(outputs[0], **of_inner), bias(outputs[1])
         is_packed = config.has_packed_experts
         self.gate_up_scale = scale(outputs[0], size) if is_packed else None
         self.down_scale = scale(outputs[1], inner) if is_packed else None
@@ -152,9 +167,13 @@ class BiasedExperts(Experts):
         count = self.config.num_experts
         if self.config.has_packed_experts:
             part = _packed_part(at, count, outputs, in_size)
-            return weight((part,), part.shape, jnp.uint16, stddev=1.0)
+            how = _packed_split(outputs, part.shape, outputs_axis=2, blocks_axis=1)
+            return weight((part,), part.shape, jnp.uint16, stddev=1.0, **how)
         forms = _Form("", (in_size,), is_transposed=True), _Form(".weight", (in_size,))
-        return matrix((_part(at, count, outputs, in_size, *forms),), self.kind, in_size)
+        joint: dict[str, Any] = {"split": "in"}
+        if len(outputs) > 1:
+            joint = {"split": "out", "widths": (*outputs.values(),) * count}
+        return matrix((_part(at, count, outputs, in_size, *forms),), self.kind, in_size, **joint)
 
     def matrices(self) -> Sequence[tuple[Array, Array | None]]:
         """The matrices of each product, packed with their scales if files have MXFP4."""
@@ -171,7 +190,7 @@ class BiasedExperts(Experts):
     def biases(self) -> tuple[Array, Array]:
         gate_up, down = self.gate_up_bias[...], self.down_bias[...]
         count = self.config.num_experts
-        return gate_up.reshape(count, -1), down.reshape(count, -1)
+        return gate_up.reshape(count, -1), once(down.reshape(count, -1), self.kind.shards)
 
 
 def _layers(config: Any, **differences: Any) -> tuple[LayerKind, ...]:

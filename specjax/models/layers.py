@@ -98,12 +98,13 @@ class LayerKind:
 
     def linear(self, in_size: int, at: str, *tensors: Part, fused: str = "", **options: Any) -> Any:
         """A :class:`Linear` of projections, or of the one named ``fused`` if files join them."""
-        widths = tuple(tensor.shape[0] for tensor in tensors)
+        if options.get("split") == "out":
+            options = {"widths": tuple(tensor.shape[0] for tensor in tensors), **options}
         if fused in self.fused:
             tensors = (joined(fused, tensors),)
         stored = (replace(tensor, name=self.tensor(at + tensor.name)) for tensor in tensors)
         how: dict[str, Any] = {"dtypes": self.dtypes, "implementation": self.implementation}
-        return Linear(in_size, *stored, widths=widths, shards=self.shards, **how, **options)
+        return Linear(in_size, *stored, shards=self.shards, **how, **options)
 
     def norm(self, config: TransformerConfig, size: int, name: str, **options: Any) -> "RMSNorm":
         how: dict[str, Any] = {"offset": self.norm_offset, "implementation": self.implementation}

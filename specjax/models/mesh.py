@@ -6,11 +6,16 @@ from typing import Any
 import jax
 
 from specjax.config import ModelConfig
+from specjax.kernels.mxfp4 import GROUP
+from specjax.models.experts import Experts, MixtureConfig
+from specjax.models.gpt_oss import BiasedExperts
 from specjax.models.layers import MLP, Attention
 from specjax.models.registry import layer_kinds
 
 # the first version whose compiled functions take 4-bit integers that are on several devices
 INT4_VERSION = (0, 11)
+# modules of layers that know how devices share them; a subclass may not
+SHARED = {Attention, MLP, Experts, BiasedExperts}
 
 
 def refusals(config: ModelConfig, drafts: Sequence[Any], count: int) -> Iterator[str]:
@@ -18,12 +23,8 @@ def refusals(config: ModelConfig, drafts: Sequence[Any], count: int) -> Iterator
     if count == 1:
         return
     option = f"tp_size={count}"
-    sizes = {
-        "num_attention_heads": config.num_heads,
-        "intermediate_size": config.intermediate_size,
-        "vocab_size": config.vocab_size,
-    }
-    for name, size in sizes.items():
+    sizes = _sizes(config)
+    for name, (size, _) in sizes.items():
         if size % count:
             yield f"{option} must divide {name}={size} of the model; choose a divisor"
     if (heads := config.num_kv_heads) % count and count % heads:
@@ -36,23 +37,33 @@ def refusals(config: ModelConfig, drafts: Sequence[Any], count: int) -> Iterator
         needed = ".".join(map(str, INT4_VERSION))
         yield f"{option} needs jax {needed} or later with int4 matrices, not {jax.__version__}"
     if (format := config.quantization) is not None and format.group is not None:
-        for name, size in _inputs(config).items():
-            if size // count % format.group:
+        for name, (size, inputs) in sizes.items():
+            if inputs // count % format.group:
                 yield (
-                    f"{option} cuts {name}={size} inputs into {size / count:g} per device, which "
-                    f"must be a multiple of {format.group}, the group size of the {format.kind} "
-                    "matrices; lower tp_size"
+                    f"{option} cuts the {inputs} inputs of a matrix ({name}={size}) into "
+                    f"{inputs // count} per device, which must be a multiple of {format.group}, "
+                    f"the group size of the {format.kind} matrices; lower tp_size"
                 )
+    if isinstance(config, MixtureConfig) and config.has_packed_experts:
+        size, least = config.moe_intermediate_size, 2 * GROUP * count
+        if size < least:
+            yield f"{option} needs moe_intermediate_size={size} of at least {least} in MXFP4"
     for kind in layer_kinds(config):
         modules = kind.mixer, kind.feed_forward
-        if modules != (Attention, MLP):
+        if not SHARED.issuperset(modules):
             names = " and ".join(getattr(x, "__name__", repr(x)) for x in modules)
-            yield f"{option} does not support layers of {names} yet; it needs Attention and MLP"
+            known = ", ".join(sorted(x.__name__ for x in SHARED))
+            yield f"{option} does not support layers of {names}; it needs those of {known}"
 
 
-def _inputs(config: ModelConfig) -> dict[str, int]:
-    """Numbers of inputs of matrices whose inputs are split."""
-    return {
-        "num_attention_heads * head_dim": config.num_heads * config.head_dim,
-        "intermediate_size": config.intermediate_size,
-    }
+def _sizes(config: ModelConfig) -> dict[str, tuple[int, int]]:
+    """Numbers that devices share, and of the inputs of a matrix that follow from each."""
+    heads, width = config.num_heads, config.intermediate_size
+    sizes = {"num_attention_heads": (heads, heads * config.head_dim)}
+    sizes["vocab_size"] = config.vocab_size, 0
+    if any(kind.feed_forward is MLP for kind in layer_kinds(config)):
+        sizes["intermediate_size"] = width, width
+    if isinstance(config, MixtureConfig):
+        for name in ("moe_intermediate_size", "shared_expert_intermediate_size"):
+            sizes[name] = (getattr(config, name),) * 2
+    return sizes

@@ -21,9 +21,10 @@ class Split:
     """How a weight is cut on ``axis``, where projections of these ``widths`` are joined.
 
     Each device has its share of every projection, so pieces are not contiguous if there are
-    several. A share has at least ``unit`` indices: those of a KV head, which several devices store
-    if there are more devices than heads. If the inputs of a quantised matrix are split, ``[P, out,
-    J]``, a piece has that many ``parts`` of its own inputs, and pieces are joined on axis 0.
+    several. Shares are multiples of ``unit``, and zeros follow those that are smaller than others.
+    If there are fewer units than devices, such as KV heads, neighbours store the same one. If the
+    inputs of a quantised matrix are split, ``[P, out, J]``, a piece has that many ``parts`` of its
+    own inputs, and pieces are joined on axis 0.
     """
 
     axis: int
@@ -38,10 +39,14 @@ class Split:
             inputs = replace(self, axis=1, parts=None).piece(matrix, device, count)
             return inputs.reshape(len(inputs), self.parts, -1).swapaxes(0, 1)
         pieces, start = [], 0
-        for width, own in zip(self.widths, self._shares(count), strict=True):
-            begin = start + device * width // count // self.unit * self.unit
-            index = (slice(None),) * self.axis + (slice(begin, begin + own),)
+        for width in self.widths:
+            begin, end = self._share(width, device, count)
+            index = (slice(None),) * self.axis + (slice(start + begin, start + end),)
             pieces.append(weight[index])
+            if missing := self._size(width, count) - (end - begin):
+                shape = list(weight.shape)
+                shape[self.axis] = missing
+                pieces.append(np.zeros(shape, weight.dtype))
             start += width
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces, axis=self.axis)
 
@@ -50,16 +55,28 @@ class Split:
         if self.parts is not None:
             return count * self.parts, shape[1], self.widths[0] // count // self.parts
         sizes = list(shape)
-        sizes[self.axis] = count * sum(self._shares(count))
+        sizes[self.axis] = count * sum(self._size(width, count) for width in self.widths)
         return tuple(sizes)
 
-    def _shares(self, count: int) -> list[int]:
-        return [max(width // count, self.unit) for width in self.widths]
+    def _share(self, width: int, device: int, count: int) -> tuple[int, int]:
+        units = width // self.unit
+        begin, end = (i * units // count for i in (device, device + 1))
+        return begin * self.unit, max(end, begin + 1) * self.unit
+
+    def _size(self, width: int, count: int) -> int:
+        """The largest share."""
+        shares = (self._share(width, device, count) for device in range(count))
+        return max(end - begin for begin, end in shares)
 
 
 def all_sum(x: Array, count: int) -> Array:
     """The sum of ``x`` over ``count`` devices, in its dtype; one device returns ``x``."""
     return x if count == 1 else jax.lax.psum(x, AXIS)
+
+
+def once(x: Array, count: int) -> Array:
+    """``x`` on the first of ``count`` devices, and zeros on others, which a sum leaves out."""
+    return x if count == 1 else jnp.where(jax.lax.axis_index(AXIS) == 0, x, 0)
 
 
 def all_columns(x: Array, count: int) -> Array:

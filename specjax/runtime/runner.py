@@ -144,7 +144,8 @@ class ModelRunner:
         states = abstract_states(sizes.num_slots, nets.target_config.vocab_size)
         future = replace(future, logit_states=states)
         placed = nets.placement.abstract(DeviceState(pools, future))
-        heads = nets.placement.abstract(target, HEADS)
+        cut = len(target) - num_extra(nets.target.caches)  # routes are whole on each device
+        heads = nets.placement.abstract(target[:cut], HEADS) + placed.pools.target[cut:]
         return replace(placed, pools=replace(placed.pools, target=heads))
 
     @property

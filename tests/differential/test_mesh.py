@@ -21,9 +21,19 @@ from specjax.testing import Files, letter_tokenizer
 from specjax.testing.dense import Job, dense_decode
 from specjax.testing.files import CONFIG
 
+from ..support import mxfp4_files
 from ..support.engine_process import Process
-from ..support.meshes import PROMPTS, check_dense, collectives, dense_weights, replicas_that_differ
+from ..support.meshes import (
+    PROMPTS,
+    check_bytes,
+    check_dense,
+    collectives,
+    dense_weights,
+    replicas_that_differ,
+)
+from ..support.mixture_files import write_glm, write_mixture
 from ..support.model_files import write_model
+from ..support.mxfp4_files import write_wide_head
 from ..support.quantized_files import FORMATS, compressed, make, packed
 from .draws import Drafts, Options
 from .rows import drafting
@@ -133,6 +143,41 @@ def test_quantised_matrices_are_split(
         assert not replicas_that_differ(made)
         sums = {"all-reduce": 2 * CONFIG.num_layers, "all-gather": 1}
         assert all(counts == sums for counts in collectives(made))
+
+
+@pytest.fixture(scope="module")
+def mixtures(files: Files, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Files]:
+    folder, patch = tmp_path_factory.mktemp("mixtures"), pytest.MonkeyPatch()
+    wide = write_wide_head(folder / "head")
+    mixture = write_mixture(folder / "mixture", files.target)
+    paths = {"experts": mixture, "a shared expert": write_glm(folder / "glm", mixture)}
+    made = {name: replace(files, target=path) for name, path in paths.items()}
+    for name, is_packed in (("gpt-oss", False), ("gpt-oss in MXFP4", True)):
+        if is_packed:  # devices have different numbers of groups
+            patch.setattr(mxfp4_files, "INNER", 192)
+        target = mxfp4_files.write_gpt_oss(folder / name, files.target, is_packed=is_packed)
+        made[name] = replace(files, target=target, head=wide)
+    patch.undo()
+    return made
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("experts", {"enable_return_routed_experts": True}),
+        ("experts", {"quantization": "fp8"}),
+        ("a shared expert", {}),
+        ("gpt-oss", {}),
+        ("gpt-oss in MXFP4", {"speculative_eagle_topk": 2}),
+    ],
+)
+def test_experts_are_split(name: str, options: Options, mixtures: dict[str, Files]) -> None:
+    with mixtures[name].engine(tp_size=2, **options) as made:
+        assert check_dense(made, dense_weights(made)) > 10
+        assert not replicas_that_differ(made)
+        sums = {"all-reduce": 2 * CONFIG.num_layers, "all-gather": 1}
+        assert all(counts == sums for counts in collectives(made))
+        check_bytes(made)
 
 
 def test_four_devices_share_two_kv_heads(

@@ -1,8 +1,9 @@
 """An engine whose target is split over two devices writes the texts of one device."""
 
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -10,21 +11,27 @@ import numpy as np
 import pytest
 
 from specjax import Engine, SamplingParams
+from specjax.checkpoints import open_target
 from specjax.config import Quantization
 from specjax.engine.args import EngineArgs
 from specjax.engine.plan import plan_engine
+from specjax.models.family import alike
+from specjax.models.layers import Attention
 from specjax.models.mesh import refusals
+from specjax.models.registry import FAMILIES
 from specjax.testing import Files
 from specjax.testing.models import TARGET
 
 from ..support.meshes import (
     PROMPTS,
+    check_bytes,
     check_dense,
     collectives,
     dense_weights,
     passes,
     replicas_that_differ,
 )
+from ..support.mxfp4_files import write_gpt_oss
 
 COUNT = 2
 PROCESSED = {
@@ -83,12 +90,7 @@ def test_each_device_has_a_share_of_the_target_and_all_of_the_draft(pair: Engine
     assert [shard.data.shape for shard in pool.addressable_shards] == [
         (*pool.shape[:3], pool.shape[3] // COUNT, pool.shape[4])
     ] * COUNT
-    stats = Counter[Any]()
-    for leaf in jax.tree.leaves((runner.weights, runner.on_device)):
-        stats.update({shard.device: shard.data.nbytes for shard in leaf.addressable_shards})
-    # the plan counts the bytes of a device
-    planned = pair._plan.needs.weight_bytes + pair._plan.kv_bytes + 4 * pair._plan.needs.token_bytes
-    assert [*stats.values()] == [pytest.approx(planned, rel=0.01)] * COUNT
+    check_bytes(pair)
     assert len(draft.names) > 5
     assert "on 2 x cpu" in pair._plan.describe()[-1]
 
@@ -134,7 +136,7 @@ def test_weights_are_replaced_under_their_whole_shapes(pair: Engine) -> None:
         (
             {"quantization": Quantization("fp8", group=32)},
             2,
-            "num_attention_heads * head_dim=32 inputs into 16 per device, which must be a multiple",
+            r"32 inputs of a matrix (num_attention_heads=4) into 16 per device, which must be",
         ),
     ],
 )
@@ -159,6 +161,23 @@ def test_4_bit_integers_need_a_jax_that_takes_them(version, accepts, monkeypatch
         ] * (not accepts)
 
 
+def test_each_device_has_packed_experts_of_both_halves(files: Files, tmp_path: Path) -> None:
+    config = open_target(write_gpt_oss(tmp_path, files.target)).config
+    (text,) = refusals(config, (), 2)
+    assert text == "tp_size=2 needs moe_intermediate_size=64 of at least 128 in MXFP4"
+    assert not list(refusals(replace(config, moe_intermediate_size=128), (), 2))
+
+
+def test_layers_of_other_packages_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Mixer(Attention):
+        pass
+
+    family = replace(FAMILIES["llama"], layers=partial(alike, mixer=Mixer))
+    monkeypatch.setitem(FAMILIES, "llama", family)
+    text, *_ = refusals(replace(TARGET, vocab_size=62), (), 2)
+    assert text.startswith("tp_size=2 does not support layers of Mixer and MLP; it needs those of")
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [
@@ -175,7 +194,7 @@ def test_options_that_exclude_each_other_are_refused(options: dict[str, Any], te
 def test_engines_name_what_they_cannot_split(files: Files, pair: Engine) -> None:
     for options, text in (
         ({"tp_size": 1 + len(jax.devices())}, "tp_size=.* exceeds"),
-        ({"tp_size": 2, "quantization": "int4"}, "tp_size=2 (needs jax|cuts num_att.* of 128)"),
+        ({"tp_size": 2, "quantization": "int4"}, "tp_size=2 (needs jax|cuts .* of 128)"),
     ):
         with pytest.raises(ValueError, match=text):
             plan_engine(EngineArgs(**files.arguments(**options)))

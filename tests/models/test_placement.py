@@ -41,6 +41,20 @@ def test_devices_share_heads_that_are_fewer(heads: int, repeats: int, size: int)
     assert split.stored((heads * size, 5), count) == (count * size, 5)
 
 
+@given(st.integers(2, 4), st.integers(0, 9), st.integers(1, 3))
+def test_shares_of_whole_units_are_padded(count: int, more: int, size: int) -> None:
+    """They follow each other, and zeros follow those that are smaller than the largest."""
+    units = count + more
+    split, weight = Split(0, (units * size,), unit=size), 1 + np.arange(units * size)
+    pieces = [split.piece(weight, device, count) for device in range(count)]
+    (stored,) = split.stored(weight.shape, count)
+    assert {len(piece) for piece in pieces} == {-(-units // count) * size} == {stored // count}
+    assert np.array_equal(np.concatenate([piece[piece > 0] for piece in pieces]), weight)
+    for piece in pieces:
+        assert (np.flatnonzero(piece) == np.arange(np.count_nonzero(piece))).all()
+        assert np.count_nonzero(piece) % size == 0
+
+
 def test_each_device_gets_its_piece(pair: Placement) -> None:
     weight = np.arange(24.0, dtype=np.float32).reshape(2, 12)
     put = pair.put_pieces(weight, Split(1, (8, 4)))

@@ -66,7 +66,8 @@ def test_products_are_those_of_whole_matrices(name: str, split: str) -> None:
     dtypes = Dtypes(format, FLOAT32, FLOAT32)
     tensors = [Part(f"tensor{i}", (width,)) for i, width in enumerate(widths)]
     how: dict[str, Any] = {"split": split, "shards": COUNT, "dtypes": dtypes, "bias": False}
-    flat = FlatModel.of(lambda: Linear(in_size, *tensors, widths=widths, **how))
+    how |= {"widths": widths} if split == "out" else {}
+    flat = FlatModel.of(lambda: Linear(in_size, *tensors, **how))
     flat = replace(flat, shards=COUNT)
     matrix = rng.normal(size=(sum(widths), in_size)).astype(np.float32)
     named = named_weights(flat, format, matrix)
