@@ -60,8 +60,9 @@ class EnginePlan:
     @property
     def state_bytes(self) -> int:
         """Bytes of the states of recurrent layers, which ``needs`` counts as weights."""
-        shapes = request_shapes(self.networks.target.caches, self.config.num_states)
-        return sum(x.size * x.dtype.itemsize for x in shapes)
+        target = self.networks.target
+        shapes = request_shapes(target.caches, self.config.num_states)
+        return sum(x.size * x.dtype.itemsize for x in shapes) // target.shards
 
     @property
     def has_trained_draft(self) -> bool:

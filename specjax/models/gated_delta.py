@@ -61,33 +61,36 @@ class GatedDelta(nnx.Module):
 
     def __init__(self, config: DeltaConfig, kind: LayerKind, at: str) -> None:
         self.kind, size, at = kind, config.hidden_size, f"{at}linear_attn."
-        self.heads, self.num_taps = config.delta_heads, config.linear_conv_kernel_dim
-        key_heads, key_dim, value_heads, value_dim = self.heads
-        self.num_channels = 2 * key_heads * key_dim + value_heads * value_dim
+        key_heads, key_dim, value_heads, value_dim = config.delta_heads
+        self.heads = key_heads // kind.shards, key_dim, value_heads // kind.shards, value_dim
+        keys, values = key_heads * key_dim, value_heads * value_dim
+        channels, self.num_taps = (keys, keys, values), config.linear_conv_kernel_dim
+        self.num_channels = sum(channels) // kind.shards
         linear = partial(kind.linear, bias=False)
-        widths = {"in_proj_qkv": self.num_channels, "in_proj_z": value_heads * value_dim}
-        self.mixed_and_gate = linear(size, at, *(Part(x, (n,)) for x, n in widths.items()))
+        projections = Part("in_proj_qkv", (sum(channels),)), Part("in_proj_z", (values,))
+        joint: dict[str, Any] = {"split": "out", "widths": (*channels, values)}
+        self.mixed_and_gate = linear(size, at, *projections, **joint)
         # never quantised: small, and rates of decay are sensitive
         products = (Part(name, (value_heads,)) for name in ("in_proj_b", "in_proj_a"))
         plain = replace(kind, dtypes=kind.dtypes._replace(quantization=None))
-        self.products = plain.linear(size, at, *products, bias=False)
+        self.products = plain.linear(size, at, *products, bias=False, split="out")
         tensor, dtype = kind.tensor, kind.dtypes.activations
-        conv = partial(weight, tensor(f"{at}conv1d.weight"), (self.num_channels, 1, self.num_taps))
-        self.conv = conv(dtype, stddev=self.num_taps**-0.5)
-        vector = partial(weight, shape=(value_heads,), dtype=jnp.float32)
+        conv = partial(weight, tensor(f"{at}conv1d.weight"), (sum(channels), 1, self.num_taps))
+        self.conv = conv(dtype, stddev=self.num_taps**-0.5, split="out", widths=channels)
+        vector = partial(weight, shape=(value_heads,), dtype=jnp.float32, split="out")
         self.log_rates = vector(tensor(f"{at}A_log"), stddev=1.0)
         self.biases = vector(tensor(f"{at}dt_bias"), mean=1.0)
         # the scale of this norm is the stored one in families that add 1 to others
         how: dict[str, Any] = {"implementation": kind.implementation}
         self.norm = RMSNorm(config, value_dim, tensor(f"{at}norm"), **how)
-        self.output = linear(value_heads * value_dim, at, Part("out_proj", (size,)))
+        self.output = linear(values, at, Part("out_proj", (size,)), split="in")
 
     @property
     def cache(self) -> Cache:
-        """A state and a window."""
-        _, key_dim, value_heads, value_dim = self.heads
-        state = jax.ShapeDtypeStruct((value_heads, value_dim, key_dim), jnp.float32)
-        window = self.num_taps - 1, self.num_channels
+        """A state and a window, whose heads and channels devices share."""
+        shards, (_, key_dim, value_heads, value_dim) = self.kind.shards, self.heads
+        state = jax.ShapeDtypeStruct((shards * value_heads, value_dim, key_dim), jnp.float32)
+        window = self.num_taps - 1, shards * self.num_channels
         dtype = self.kind.dtypes.activations
         return Cache(None, per_request=(state, jax.ShapeDtypeStruct(window, dtype)))
 

@@ -324,7 +324,9 @@ class Attention(nnx.Module):
             Part("v_proj", (kv_size,), factor=1 / value),
         )
         options: dict[str, Any] = {"fused": "qkv_proj", "bias": kind.qkv_bias, "split": "out"}
-        self.qkv = kind.linear(in_size or size, at, *tensors, unit=dim, **options)
+        # gates are a projection of their own
+        widths = (q_size,) * (queries.shape[0] // q_size) + (kv_size, kv_size)
+        self.qkv = kind.linear(in_size or size, at, *tensors, widths=widths, unit=dim, **options)
         options = {"bias": kind.output_bias, "split": "in", "in_factor": value}
         self.output = kind.linear(q_size, at, Part("o_proj", (size,)), **options)
         sizes, split = ((dim, dim), None) if of_head else ((q_size, kv_size), "out")

@@ -8,14 +8,16 @@ import jax
 from specjax.config import ModelConfig
 from specjax.kernels.mxfp4 import GROUP
 from specjax.models.experts import Experts, MixtureConfig
+from specjax.models.gated_delta import DeltaConfig, GatedDelta
 from specjax.models.gpt_oss import BiasedExperts
 from specjax.models.layers import MLP, Attention
+from specjax.models.qwen35 import GatedAttention
 from specjax.models.registry import layer_kinds
 
 # the first version whose compiled functions take 4-bit integers that are on several devices
 INT4_VERSION = (0, 11)
 # modules of layers that know how devices share them; a subclass may not
-SHARED = {Attention, MLP, Experts, BiasedExperts}
+SHARED = {Attention, GatedAttention, GatedDelta, MLP, Experts, BiasedExperts}
 
 
 def refusals(config: ModelConfig, drafts: Sequence[Any], count: int) -> Iterator[str]:
@@ -66,4 +68,8 @@ def _sizes(config: ModelConfig) -> dict[str, tuple[int, int]]:
     if isinstance(config, MixtureConfig):
         for name in ("moe_intermediate_size", "shared_expert_intermediate_size"):
             sizes[name] = (getattr(config, name),) * 2
+    if isinstance(config, DeltaConfig):
+        key_heads, _, value_heads, value_dim = config.delta_heads
+        sizes["linear_num_key_heads"] = key_heads, 0
+        sizes["linear_num_value_heads"] = value_heads, value_heads * value_dim
     return sizes

@@ -102,7 +102,8 @@ def over_mesh(function: Any, mesh: jax.sharding.Mesh, common: tuple[Any, ...]) -
     """Run a function ``(*common, *inputs) -> (state, outputs)`` on every device of a mesh.
 
     ``common`` has the abstract leading arguments, placed as the devices hold them. The third one is
-    the state. All other inputs and outputs are whole on each device.
+    the state. All other inputs and outputs are whole on each device, except rows that a later call
+    of recurrent layers replays: a device has those of its own heads.
     """
     specs = jax.tree.map(lambda leaf: leaf.sharding.spec, common)
     whole = jax.sharding.PartitionSpec()

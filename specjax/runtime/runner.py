@@ -12,6 +12,7 @@ import numpy as np
 from specjax.checks import refused
 from specjax.compiling.cache import CompileCache
 from specjax.compiling.pool import CompilePool
+from specjax.kernels.delta_rule import DeltaPool
 from specjax.kv.pages import PageView
 from specjax.kv.recurrent import abstract_pool
 from specjax.models.declare import num_extra, pool_shapes
@@ -36,6 +37,7 @@ from specjax.types import (
 )
 
 HEADS = 3  # the axis of a KV pool that a mesh cuts
+HEADS_OF_STATES = DeltaPool(2, 3)  # those of states and windows of recurrent layers
 # called with request slots i32 [B] including padding, the drafts, and the accepted tokens
 Watch = Callable[[jax.Array, VerifyInput, VerifyOutput], None]
 
@@ -146,7 +148,9 @@ class ModelRunner:
         placed = nets.placement.abstract(DeviceState(pools, future))
         cut = len(target) - num_extra(nets.target.caches)  # routes are whole on each device
         heads = nets.placement.abstract(target[:cut], HEADS) + placed.pools.target[cut:]
-        return replace(placed, pools=replace(placed.pools, target=heads))
+        if requests is not None:
+            requests = jax.tree.map(nets.placement.abstract, requests, HEADS_OF_STATES)
+        return replace(placed, pools=replace(placed.pools, target=heads, requests=requests))
 
     @property
     def max_top_logprobs(self) -> int:

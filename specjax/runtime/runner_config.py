@@ -193,7 +193,8 @@ def memory_needs(
 def _state_bytes(networks: Networks, config: RunnerConfig, num_kv: int) -> int:
     sizes = config.sizes._replace(num_kv=num_kv)
     requests = abstract_pool(networks.target.caches, config.num_states)
-    state = tree_bytes((config.algorithm.abstract_state(networks, sizes), requests))
+    state = tree_bytes(config.algorithm.abstract_state(networks, sizes))
+    state += tree_bytes(requests) // networks.target.shards
     return state + _pool_bytes(networks, (num_kv, *config.num_kv[1:]))
 
 

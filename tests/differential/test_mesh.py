@@ -31,8 +31,8 @@ from ..support.meshes import (
     dense_weights,
     replicas_that_differ,
 )
-from ..support.mixture_files import write_glm, write_mixture
-from ..support.model_files import write_model
+from ..support.mixture_files import write_glm, write_hybrid_mixture, write_mixture
+from ..support.model_files import write_hybrid, write_model
 from ..support.mxfp4_files import write_wide_head
 from ..support.quantized_files import FORMATS, compressed, make, packed
 from .draws import Drafts, Options
@@ -180,6 +180,33 @@ def test_experts_are_split(name: str, options: Options, mixtures: dict[str, File
         check_bytes(made)
 
 
+@pytest.fixture(scope="module")
+def hybrids(files: Files, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Files]:
+    folder = tmp_path_factory.mktemp("hybrids")
+    hybrid = write_hybrid(folder / "hybrid", files.target)
+    paths = {"hybrid": hybrid, "mixture": write_hybrid_mixture(folder / "mixture", hybrid)}
+    return {name: replace(files, target=path) for name, path in paths.items()}
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("hybrid", {"speculative": False}),
+        ("hybrid", {"speculative_eagle_topk": 3, "speculative_num_draft_tokens": 12}),
+        ("mixture", {"speculative_algorithm": "NEXTN", "draft": None, "quantization": "fp8"}),
+    ],
+)
+def test_states_are_split_by_heads(name: str, options: Options, hybrids: dict[str, Files]) -> None:
+    with hybrids[name].engine(tp_size=2, **options) as made:
+        weights = dense_weights(made)
+        accepted = check_dense(made, weights)
+        assert (accepted > 10) == options.get("speculative", True)
+        check_dense(made, weights)  # from snapshots
+        assert not replicas_that_differ(made)
+        assert all(x["all-reduce"] == 2 * CONFIG.num_layers for x in collectives(made))
+        check_bytes(made)
+
+
 def test_four_devices_share_two_kv_heads(
     files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -203,23 +230,27 @@ def test_four_devices_share_two_kv_heads(
         process.close()
 
 
-@pytest.mark.parametrize("way", ["rejection", "grammar", "several rounds", "fp8 KV"])
-def test_other_ways_to_serve_a_split_target(way: str, files: Files) -> None:
+@pytest.mark.parametrize("way", ["rejection", "grammar", "several rounds", "fp8 KV", "states"])
+def test_other_ways_to_serve_a_split_target(
+    way: str, files: Files, hybrids: dict[str, Files]
+) -> None:
     options: dict[str, Options] = {
         "rejection": {"speculative_use_rejection_sampling": True},
         "grammar": {"grammar_backend": "llguidance"},
         "several rounds": {"rounds_per_dispatch": 3, "speculative_adaptive": True},
         "fp8 KV": {"kv_cache_dtype": "fp8_e4m3"},
+        "states": {"grammar_backend": "llguidance"},
     }
     texts = []
     requests: list[Options] = [
         {"temperature": 0.0},
         {"temperature": 0.9, "sampling_seed": 5},
     ]
-    if way == "grammar":
+    if way in ("grammar", "states"):
         requests = [request | {"regex": "[a-f]{3,30}x"} for request in requests]
     for count in (1, 2):
-        with files.engine(tp_size=count, **options[way]) as made:
+        source = hybrids["hybrid"] if way == "states" else files
+        with source.engine(tp_size=count, **options[way]) as made:
             params = [{"max_new_tokens": 24} | request for request in requests]
             outputs = [made.generate(input_ids=PROMPTS, sampling_params=p) for p in params]
             texts.append([[x["output_ids"] for x in output] for output in outputs])
