@@ -13,9 +13,11 @@ from jax.sharding import PartitionSpec
 from specjax.checkpoints.quantization import quantise
 from specjax.config import Dtypes, Quantization
 from specjax.models.declare import Part
+from specjax.models.decoder import CausalLM
 from specjax.models.flat import FlatModel
 from specjax.models.layers import Linear
 from specjax.models.placement import Placement
+from specjax.testing import TARGET
 
 COUNT, FLOAT32 = 2, np.dtype(np.float32)
 FORMATS = {
@@ -108,3 +110,18 @@ def test_devices_round_their_own_activations() -> None:
     expected = np.concatenate([*rounded], axis=1) @ whole.T
     outs = over_devices(flat, tuple(weights), jnp.asarray(halves), place)
     np.testing.assert_allclose(outs, [expected] * COUNT, rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_random_weights_have_the_shapes_of_pieces() -> None:
+    config = replace(TARGET, vocab_size=62, num_kv_heads=1, quantization=Quantization("int8"))
+    place, flat = Placement.on(0, COUNT), FlatModel.of(partial(CausalLM, config, shards=COUNT))
+    drawn = place.move(flat.random(0, place), stored := flat.placed(place))
+    for name, weight, leaf in zip(flat.names, drawn, stored, strict=True):
+        assert (weight.shape, weight.dtype) == (leaf.shape, leaf.dtype), name
+        assert weight.sharding.is_equivalent_to(leaf.sharding, weight.ndim), name
+    by_name = dict(zip(flat.names, drawn, strict=True))
+    size, heads = config.head_dim, config.num_heads + 2 * COUNT  # a KV head on each device
+    assert by_name["layers.0.attention.qkv.kernel.values"].shape == (1, heads * size, 32)
+    assert by_name["layers.0.attention.output.kernel.values"].shape == (COUNT, 32, 16)
+    assert by_name["layers.0.attention.output.kernel.scale"].is_fully_replicated
