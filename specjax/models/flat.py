@@ -100,8 +100,9 @@ class FlatModel(Generic[M]):
         """
         key = jax.random.key(seed)
         drawn = {}
-        is_cut = placement is not None and placement.count > 1
-        stored = self.placed(placement) if is_cut and placement else self.abstract
+        stored: Any = self.abstract
+        if placement is not None and placement.count > 1:
+            stored = self.placed(placement)
         # the largest first: it is drawn in float32, while most of the memory is free
         for i in sorted(range(len(stored)), key=lambda i: -stored[i].size):
             leaf, (mean, stddev) = stored[i], self.initial[i]

@@ -36,8 +36,7 @@ def refusals(config: ModelConfig, drafts: Sequence[Any], count: int) -> Iterator
         )
     formats = [x for model in (config, *drafts) if (x := getattr(model, "quantization", None))]
     if jax.__version_info__ < INT4_VERSION and any(format.bits == 4 for format in formats):
-        needed = ".".join(map(str, INT4_VERSION))
-        yield f"{option} needs jax {needed} or later with int4 matrices, not {jax.__version__}"
+        yield f"{option} needs jax 0.11 or later with int4 matrices, not {jax.__version__}"
     if (format := config.quantization) is not None and format.group is not None:
         for name, (size, inputs) in sizes.items():
             if inputs // count % format.group:
@@ -62,7 +61,7 @@ def _sizes(config: ModelConfig) -> dict[str, tuple[int, int]]:
     """Numbers that devices share, and of the inputs of a matrix that follow from each."""
     heads, width = config.num_heads, config.intermediate_size
     sizes = {"num_attention_heads": (heads, heads * config.head_dim)}
-    sizes["vocab_size"] = config.vocab_size, 0
+    sizes |= {"vocab_size": (config.vocab_size, 0)}
     if any(kind.feed_forward is MLP for kind in layer_kinds(config)):
         sizes["intermediate_size"] = width, width
     if isinstance(config, MixtureConfig):
