@@ -78,7 +78,8 @@ class Recipe:
     stacks: tuple[tuple[str, ...], ...] = field(default=(), compare=False)
     # sizes of projections that a mesh cuts one by one, which files may join; empty: of the parts
     widths: tuple[int, ...] = ()
-    unit: int = 1  # each device has a multiple of it
+    unit: int = 1  # each device has a multiple of it, but for the last part of a projection
+    axis: int | None = None  # that a mesh cuts, if the weight is no matrix
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -94,11 +95,11 @@ class Recipe:
             is_shared = self.shape[1] == groups == 1
             parts = math.gcd(layout.parts, groups // count)
             return None if is_shared else Split(0, self.shape[1:], parts=parts)
-        if kind == "in":
-            axis = int(not self.transpose)
-            return Split(axis, self.widths or (self.shape[axis],), self.unit)
-        widths = self.widths or tuple(part.shape[0] for part in self.parts)
-        return Split(int(self.transpose or self.layout is not None), widths, self.unit)
+        is_transposed = self.transpose or self.layout is not None
+        axis = int(is_transposed == (kind != "in")) if self.axis is None else self.axis
+        of_parts = tuple(part.shape[0] for part in self.parts)
+        sizes = (self.shape[axis],) if kind == "in" else of_parts
+        return Split(axis, self.widths or sizes, self.unit)
 
 
 Recipes = Mapping[str, Recipe]

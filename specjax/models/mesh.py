@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from specjax.config import ModelConfig
-from specjax.kernels.mxfp4 import GROUP
+from specjax.kernels.mxfp4 import BLOCK
 from specjax.models.experts import Experts, MixtureConfig
 from specjax.models.gated_delta import DeltaConfig, GatedDelta
 from specjax.models.gpt_oss import BiasedExperts
@@ -46,9 +46,12 @@ def refusals(config: ModelConfig, drafts: Sequence[Any], count: int) -> Iterator
                     f"the group size of the {format.kind} matrices; lower tp_size"
                 )
     if isinstance(config, MixtureConfig) and config.has_packed_experts:
-        size, least = config.moe_intermediate_size, 2 * GROUP * count
-        if size < least:
-            yield f"{option} needs moe_intermediate_size={size} of at least {least} in MXFP4"
+        size = config.moe_intermediate_size
+        if (blocks := -(-size // BLOCK)) < count:
+            yield (
+                f"{option} exceeds {blocks}, the number of blocks of {BLOCK} columns in "
+                f"moe_intermediate_size={size}, which devices share in MXFP4"
+            )
     for kind in layer_kinds(config):
         modules = kind.mixer, kind.feed_forward
         if not SHARED.issuperset(modules):

@@ -21,8 +21,9 @@ class Split:
     """How a weight is cut on ``axis``, where projections of these ``widths`` are joined.
 
     Each device has its share of every projection, so pieces are not contiguous if there are
-    several. Shares are multiples of ``unit``, and zeros follow those that are smaller than others.
-    If there are fewer units than devices, such as KV heads, neighbours store the same one. If the
+    several. Shares are multiples of ``unit``, but for the last, and zeros follow those that are
+    smaller than others. If there are fewer units than devices, such as KV heads, neighbours store
+    the same one. If the
     inputs of a quantised matrix are split, ``[P, out, J]``, a piece has that many ``parts`` of its
     own inputs, and pieces are joined on axis 0.
     """
@@ -59,9 +60,9 @@ class Split:
         return tuple(sizes)
 
     def _share(self, width: int, device: int, count: int) -> tuple[int, int]:
-        units = width // self.unit
+        units = -(-width // self.unit)
         begin, end = (i * units // count for i in (device, device + 1))
-        return begin * self.unit, max(end, begin + 1) * self.unit
+        return begin * self.unit, min(max(end, begin + 1) * self.unit, width)
 
     def _size(self, width: int, count: int) -> int:
         """The largest share."""

@@ -161,11 +161,14 @@ def test_4_bit_integers_need_a_jax_that_takes_them(version, accepts, monkeypatch
         ] * (not accepts)
 
 
-def test_each_device_has_packed_experts_of_both_halves(files: Files, tmp_path: Path) -> None:
+def test_each_device_has_blocks_of_packed_experts(files: Files, tmp_path: Path) -> None:
     config = open_target(write_gpt_oss(tmp_path, files.target)).config
     (text,) = refusals(config, (), 2)
-    assert text == "tp_size=2 needs moe_intermediate_size=64 of at least 128 in MXFP4"
-    assert not list(refusals(replace(config, moe_intermediate_size=128), (), 2))
+    assert text == (
+        "tp_size=2 exceeds 1, the number of blocks of 128 columns in moe_intermediate_size=64, "
+        "which devices share in MXFP4"
+    )
+    assert not list(refusals(replace(config, moe_intermediate_size=192), (), 2))
 
 
 def test_layers_of_other_packages_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
