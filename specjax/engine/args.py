@@ -111,6 +111,8 @@ class EngineArgs:
             request's text; each line is a text or a list of token ids.
         speculative_ngram_external_corpus_max_tokens: maximum tokens of the external corpus.
         draft_rope_theta: rotary base of the draft head, instead of the checkpoint's.
+        draft_tp_size: number of devices that share each layer of the draft and its KV: 1 or
+            ``tp_size``. Default: what is faster, by the bytes of the draft.
         tokenizer: directory or repo id of a tokenizer to use instead of the model's.
         chat_template: file with a Jinja template to use instead of the tokenizer's.
         revision: branch, tag or commit, if ``model`` is a repo id; does not apply to other options.
@@ -186,8 +188,8 @@ class EngineArgs:
         show_progress: print sizes and a progress bar to standard error. Default: on a terminal.
         base_gpu_id: index of the engine's first device in ``jax.devices()``.
         tp_size: number of devices that share the target's weights and KV, from ``base_gpu_id`` on.
-            Each has all of the draft. It must divide the heads, the KV heads, the inner width and
-            the vocabulary of the model. See docs/many_gpus.md.
+            It must divide the heads, the KV heads and the inner width of the model. See
+            docs/many_gpus.md.
         disaggregation_mode: ``"prefill"`` only computes prompts for other engines; ``"decode"``
             sends its prompts to such an engine if one is connected; see docs/disaggregation.md.
         disaggregation_address: ``host:port`` that the prefill side listens on and the decode side
@@ -220,6 +222,7 @@ class EngineArgs:
     speculative_ngram_external_corpus_path: str | PathLike[str] | None = None
     speculative_ngram_external_corpus_max_tokens: Positive = 10_000_000
     draft_rope_theta: Theta | None = None
+    draft_tp_size: Positive | None = None
     tokenizer: str | PathLike[str] | None = None
     chat_template: str | PathLike[str] | None = None
     revision: str | None = None
@@ -294,6 +297,10 @@ class EngineArgs:
 
     def _check_devices(self) -> None:
         """Refuse options that several devices do not support yet."""
+        if self.draft_tp_size not in (None, 1, self.tp_size):
+            raise ValueError(
+                f"draft_tp_size={self.draft_tp_size} must be 1 or tp_size={self.tp_size}"
+            )
         if self.tp_size == 1:
             return
         for name in ("disaggregation_mode", "enable_deterministic_inference"):

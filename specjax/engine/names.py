@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from importlib.resources import files
 from typing import Any
 
-from specjax.checks import is_integer, short
+from specjax.checks import short
 from specjax.json_file import parse_json
 from specjax.speculative.catalog import check_name
 
@@ -71,8 +71,6 @@ def read_speculative_config(text: str) -> dict[str, Any]:
         check_name(config["method"])
     except ValueError as error:
         raise ValueError(f"method: {error}") from None
-    if is_integer(size := config.get("draft_tensor_parallel_size")) and size == 1:
-        del config["draft_tensor_parallel_size"]
     for key, value in config.items():
         if key not in SPECULATIVE_CONFIG:
             raise ValueError(

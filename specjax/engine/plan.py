@@ -79,7 +79,7 @@ class EnginePlan:
         modules = [fact for model in nets.models for fact in registry.cache_facts(model)]
         facts = *modules, *self.config.algorithm.cache_facts()
         devices = (f"{device.device_kind} {device.id}" for device in nets.placement.devices)
-        return (*models, self.config, *devices, *facts)
+        return (*models, self.config, *devices, nets.draft.shards, *facts)
 
     def fitted(self, temporary_bytes: int) -> "EnginePlan":
         """Return a plan with as many pages as the temporary memory of functions permits."""
@@ -111,6 +111,8 @@ class EnginePlan:
             )
             if (hot := getattr(self.networks.draft_config, "hot", None)) is not None:
                 speculation += f", drafts among {hot.size} tokens"
+            if (count := self.networks.draft.shards) > 1:
+                speculation += f", draft split over {count} devices"
         place, windows = self.networks.placement, ""
         kind, of_each = place.device.device_kind, ""
         if place.count > 1:
@@ -215,7 +217,8 @@ def plan_engine(args: EngineArgs) -> EnginePlan:
             raise ValueError(reason)
     for reason in mesh.refusals(served[0], served[1:], placement.count):
         raise ValueError(reason)
-    networks = args.algorithm.networks(*served, deterministic=deterministic, placement=placement)
+    how: Any = {"deterministic": deterministic, "placement": placement}
+    networks = args.algorithm.networks(*served, **how, draft_tp_size=args.draft_tp_size)
     check_networks(networks, args, shapes)
     for text in (x for model in networks.configs for x in kv_format.warnings(model, device)):
         logger.warning(text)

@@ -49,7 +49,9 @@ def load_weights(
                 placed = nets.target.placed(placement), base.networks.draft.placed(placement)
                 target, draft = placement.move(runner.weights, placed)
             pairs = zip(plan.drafts, base.drafts, strict=False)
-            if len(plan.drafts) == len(base.drafts) and all(a.has_weights_of(b) for a, b in pairs):
+            is_split_alike = nets.draft.shards == base.networks.draft.shards
+            is_alike = len(plan.drafts) == len(base.drafts) and is_split_alike
+            if is_alike and all(a.has_weights_of(b) for a, b in pairs):
                 return target, draft
         elif is_dummy:
             drawn = nets.target.random(0, placement)
@@ -58,14 +60,15 @@ def load_weights(
             _compile_checks(plan)
             target = _streamed(plan.target, nets.target, placement)
         if is_dummy:
-            return target, placement.put_weights(nets.draft.random(1))
+            drawn = nets.draft.random(1, placement)
+            return target, placement.move(drawn, nets.draft.placed(placement))
     named: dict[str, Any] = {
         name: w for draft in plan.drafts for name, w in draft.load_weights().items()
     }
     for checkpoint in plan.drafts:
         checkpoint.compare_copies(dict(zip(nets.target.names, target, strict=True)))
     named |= hot_columns(nets, target, named)
-    draft = placement.put_weights(nets.draft.order(named))
+    draft = nets.draft.put(nets.draft.order(named), placement)
     loaded = [(checkpoint, nets.draft, draft) for checkpoint in plan.drafts]
     if shared is None:
         loaded.append((plan.target, nets.target, target))

@@ -42,7 +42,7 @@ class MarkovHead(nnx.Module):
         table = f"{at}markov_w1"
         self.embedding = Embedding(config.vocab_size, rank, table, dtype=dtypes.activations)
         output = Part(f"{at}markov_w2", (config.draft_vocab_size,))
-        self.output = linear(rank, output, bias=False, split="vocab")
+        self.output = linear(rank, output, bias=False)
         gate, joint = Part(f"{at}gate_proj", (rank,)), Part(f"{at}joint_proj", (3 * rank,))
         self.gate = linear(size + rank, gate, bias=True) if self.kind == "gated" else None
         self.joint = linear(size + 2 * rank, joint, bias=True) if self.kind == "rnn" else None
@@ -77,16 +77,18 @@ class BlockDraft(DraftHead):
 
     config: BlockConfig
 
-    def __init__(self, config: BlockConfig, implementation: str | None = None) -> None:
-        DraftHead.__init__(self, config)
+    def __init__(
+        self, config: BlockConfig, implementation: str | None = None, shards: int = 1
+    ) -> None:
+        DraftHead.__init__(self, config, shards)
         linear, size = partial(Linear, dtypes=config.dtypes), config.hidden_size
         self.fc = linear(config.feature_size, Part("fc", (size,)), bias=False)
         self.hidden_norm = RMSNorm(config, size, "hidden_norm")
         numbers, kv_size = range(config.num_layers), config.num_kv_heads * config.head_dim
         names = [f"layers.{i}.self_attn.{x}_proj" for x in "kv" for i in numbers]
         tensors = (Part(name, (kv_size,)) for name in names)
-        self.context = linear(size, *tensors, bias=config.qkv_bias)
-        kinds = enumerate(draft_kinds(config, implementation))
+        self.context = linear(size, *tensors, bias=config.qkv_bias, split="out")
+        kinds = enumerate(draft_kinds(config, implementation, shards))
         self.layers = nnx.List(DecoderLayer(config, kind, f"layers.{i}.") for i, kind in kinds)
         self.norm = RMSNorm(config, size, "norm", implementation=implementation)
         self.markov = MarkovHead(config) if config.markov_head else None
@@ -116,7 +118,8 @@ class BlockDraft(DraftHead):
         config = self.config
         context = self.hidden_norm(self.fc(features.astype(config.dtypes.activations)))
         joined = self.context(context)
-        shape = (*joined.shape[:-1], 2, config.num_layers, config.num_kv_heads, config.head_dim)
+        kv_heads = config.num_kv_heads // self.shards
+        shape = (*joined.shape[:-1], 2, config.num_layers, kv_heads, config.head_dim)
         keys, values = jnp.moveaxis(joined.reshape(shape), -4, 0)
         rope = rope_tables(config.rope, positions)
         for i, layer in enumerate(self.layers):

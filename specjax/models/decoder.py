@@ -14,12 +14,12 @@ from jax import Array
 
 from specjax.config import ModelConfig
 from specjax.kernels.backend import resolve
+from specjax.models.columns import Columns
 from specjax.models.declare import Cache, Part, num_extra, pool_layers, request_layers
 from specjax.models.layers import Attend, DecoderLayer, Embedding, Linear
 from specjax.models.registry import layer_kinds
 from specjax.models.rope import rope_tables
 from specjax.models.routes import route_caches
-from specjax.models.shards import all_columns
 from specjax.models.weights import Kernel, dot, take_outputs
 from specjax.types import TokenInputs
 
@@ -116,11 +116,15 @@ class CausalLM(nnx.Module):
 
     def logits(self, hidden: Array) -> Array:
         """Float32 logits ``[..., V]`` of final hidden states ``[..., D]``."""
+        return self.columns(hidden).whole()
+
+    def columns(self, hidden: Array) -> Columns:
+        """The device's own columns of the logits of final hidden states ``[..., D]``."""
         if self.lm_head is None:
             own = self.embedding.attend(hidden)
         else:
             own = self.lm_head(hidden, jnp.float32)
-        return all_columns(self._shaped(own), self.shards)
+        return Columns(self._shaped(own), self.config.vocab_size, self.shards)
 
     def logits_of(self, hidden: Array, tokens: Array) -> Array:
         """Float32 logits ``[..., W]`` of selected token ids i32 ``[W]``."""
@@ -161,3 +165,7 @@ class DraftLM(TargetVocabulary, CausalLM):
     def logits(self, hidden: Array, target: CausalLM | None = None) -> Array:
         """Float32 logits ``[..., V]`` of final hidden states ``[..., D]``; ignores ``target``."""
         return super().logits(hidden)
+
+    def columns(self, hidden: Array, target: CausalLM | None = None) -> Columns:
+        """The device's own columns of the logits; ignores ``target``."""
+        return super().columns(hidden)

@@ -23,6 +23,7 @@ from jax import Array
 
 from specjax.config import BlockConfig, DraftConfig, ModelConfig
 from specjax.kernels.add_norm import whole
+from specjax.models.columns import Columns
 from specjax.models.declare import Part, weight
 from specjax.models.decoder import CausalLM
 from specjax.models.family import Modules, draft_kinds
@@ -51,8 +52,9 @@ class DraftHead(TargetHead, nnx.Module):
 
     config: Any
 
-    def __init__(self, config: DraftConfig | BlockConfig) -> None:
-        self.config = config
+    def __init__(self, config: DraftConfig | BlockConfig, shards: int = 1) -> None:
+        """``shards`` devices share layers and the output head; the rest is whole on each."""
+        self.config, self.shards = config, shards
         dtypes, size = config.dtypes, config.hidden_size
         own_head = config.has_own_lm_head and not config.ties_lm_head
         self.embedding = (
@@ -78,14 +80,15 @@ class DraftHead(TargetHead, nnx.Module):
     def offsets(self) -> Array | None:
         return super().offsets if self.d2t is None else self.d2t[...]
 
-    def logits(self, hidden: Array, target: CausalLM) -> Array:
-        """Float32 logits ``[..., draft_vocab_size]`` of recurrent states ``[..., D]``."""
+    def columns(self, hidden: Array, target: CausalLM) -> Columns:
+        """The device's own columns of the logits of recurrent states ``[..., D]``."""
         if self.lm_head is not None:
-            return self.lm_head(hidden, jnp.float32)
+            own = self.lm_head(hidden, jnp.float32)
+            return Columns(own, self.config.draft_vocab_size, self.shards)
         if self.config.ties_lm_head:
             table = target.embedding if self.embedding is None else self.embedding
-            return table.attend(hidden)
-        return super().logits(hidden, target)
+            return Columns(table.attend(hidden), self.config.vocab_size, table.shards)
+        return super().columns(hidden, target)
 
 
 class Eagle3Head(DraftHead):
@@ -99,10 +102,12 @@ class Eagle3Head(DraftHead):
     ``norm_before_fc``, from the library speculators, normalises the concatenated features once.
     """
 
-    def __init__(self, config: DraftConfig, implementation: str | None = None) -> None:
-        super().__init__(config)
+    def __init__(
+        self, config: DraftConfig, implementation: str | None = None, shards: int = 1
+    ) -> None:
+        super().__init__(config, shards)
         size, norm = config.hidden_size, partial(RMSNorm, config)
-        kind, *kinds = draft_kinds(config, implementation)
+        kind, *kinds = draft_kinds(config, implementation, shards)
         at = "midlayer."
         self.attention = Attention(config, kind, at, in_size=2 * size)
         self.post_attention_norm = kind.norm(config, size, f"{at}post_attention_layernorm")
@@ -162,8 +167,8 @@ class Eagle3Head(DraftHead):
         normed = self.hidden_norm(hidden)
         return jnp.concatenate([self.input_norm(embeds), normed], axis=-1), normed
 
-    def logits(self, hidden: Array, target: CausalLM) -> Array:
-        return super().logits(hidden if self.config.norm_output else self.norm(hidden), target)
+    def columns(self, hidden: Array, target: CausalLM) -> Columns:
+        return super().columns(hidden if self.config.norm_output else self.norm(hidden), target)
 
 
 class EagleHead(DraftHead):
@@ -172,14 +177,16 @@ class EagleHead(DraftHead):
     The target feature is the hidden state after the target's final norm.
     """
 
-    def __init__(self, config: DraftConfig, implementation: str | None = None) -> None:
-        super().__init__(config)
+    def __init__(
+        self, config: DraftConfig, implementation: str | None = None, shards: int = 1
+    ) -> None:
+        super().__init__(config, shards)
         size = config.hidden_size
         in_size = size + config.target_hidden_size
         self.fc = Linear(in_size, Part("fc", (size,)), bias=config.fc_bias, dtypes=config.dtypes)
         self.layers = nnx.List(
             DecoderLayer(config, kind, f"layers.{i}.", has_input_norm=i > 0)
-            for i, kind in enumerate(draft_kinds(config, implementation))
+            for i, kind in enumerate(draft_kinds(config, implementation, shards))
         )
 
     def fuse(self, features: Array) -> Array:
@@ -268,9 +275,11 @@ class MtpHead(TargetHead, nnx.Module):
     mixtures of GLM-4.5 (arXiv 2508.06471), and published engines for Qwen3.5.
     """
 
-    def __init__(self, config: ModelConfig, implementation: str | None = None) -> None:
-        self.config, self.hot_head = config, HotHead.of(config)
-        kinds, stored = layer_kinds(config, implementation), family_of(config).modules
+    def __init__(
+        self, config: ModelConfig, implementation: str | None = None, shards: int = 1
+    ) -> None:
+        self.config, self.shards, self.hot_head = config, shards, HotHead.of(config)
+        kinds, stored = layer_kinds(config, implementation, shards), family_of(config).modules
         self.modules = nnx.List(
             MtpModule(config, kind, stored.prefix(config.first_layer, i), stored)
             for i, kind in enumerate(kinds)
@@ -303,9 +312,9 @@ class MtpHead(TargetHead, nnx.Module):
 
 
 def build_head(
-    config: DraftConfig | ModelConfig, implementation: str | None = None
+    config: DraftConfig | ModelConfig, implementation: str | None = None, shards: int = 1
 ) -> Eagle3Head | EagleHead | MtpHead:
     """The network of an EAGLE head, or with a target's configuration that of its modules."""
     if isinstance(config, ModelConfig):
-        return MtpHead(config, implementation)
-    return (Eagle3Head if config.fuses_features else EagleHead)(config, implementation)
+        return MtpHead(config, implementation, shards)
+    return (Eagle3Head if config.fuses_features else EagleHead)(config, implementation, shards)

@@ -11,11 +11,11 @@ from specjax.models.layers import LayerKind
 
 
 def draft_kinds(
-    config: DraftConfig | BlockConfig, implementation: str | None = None
+    config: DraftConfig | BlockConfig, implementation: str | None = None, shards: int = 1
 ) -> tuple[LayerKind, ...]:
     """The kinds of a draft's layers, which differ only in their windows."""
     windows = config.windows or (0,) * config.num_layers
-    kind = partial(LayerKind.of, config, implementation=implementation)
+    kind = partial(LayerKind.of, config, implementation=implementation, shards=shards)
     return tuple(kind(window=window or None) for window in windows)
 
 

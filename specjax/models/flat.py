@@ -5,7 +5,7 @@ rebuilds the module from it.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -57,7 +57,7 @@ class FlatModel(Generic[M]):
         names = tuple(".".join(map(str, path)) for path in paths)
         by_name = {name: recipe for name, recipe in zip(names, recipes, strict=True) if recipe}
         caches = module.caches if isinstance(module, CausalLM) else ()
-        shards = module.shards if isinstance(module, CausalLM) else 1
+        shards = getattr(module, "shards", 1)
         return cls(graphdef, treedef, names, abstract, initial, splits, by_name, caches, shards)
 
     @classmethod
@@ -72,6 +72,12 @@ class FlatModel(Generic[M]):
         """
         state = jax.tree.unflatten(self.treedef, list(weights))
         return nnx.merge(self.graphdef, state) if self.names else None  # type: ignore[return-value]
+
+    @property
+    def split_bytes(self) -> int:
+        """Bytes of the weights that a mesh may cut."""
+        leaves = (x for x, split in zip(self.abstract, self.splits, strict=True) if split)
+        return sum(x.size * dtype_bits(x.dtype) // 8 for x in leaves)
 
     def split(self, name: str) -> Split | None:
         """How a mesh cuts a weight; ``None`` if each device has all of it."""
@@ -91,6 +97,11 @@ class FlatModel(Generic[M]):
 
         return tuple(map(leaf, self.abstract, map(self.split, self.names)))
 
+    def put(self, weights: Iterable[Any], placement: Placement) -> Weights:
+        """Put whole weights in the order of ``names``; each device gets its pieces."""
+        pairs = zip(self.names, weights, strict=True)
+        return tuple(placement.put_pieces(weight, self.split(name)) for name, weight in pairs)
+
     def random(self, seed: int, placement: Placement | None = None) -> Weights:
         """Draw random weights as ``initial`` states, on the device, without building the module.
 
@@ -100,9 +111,8 @@ class FlatModel(Generic[M]):
         """
         key = jax.random.key(seed)
         drawn = {}
-        stored: Any = self.abstract
-        if placement is not None and placement.count > 1:
-            stored = self.placed(placement)
+        is_cut = placement is not None and placement.count > 1
+        stored = self.placed(placement) if is_cut and placement else self.abstract
         # the largest first: it is drawn in float32, while most of the memory is free
         for i in sorted(range(len(stored)), key=lambda i: -stored[i].size):
             leaf, (mean, stddev) = stored[i], self.initial[i]
@@ -155,7 +165,7 @@ class Networks:
     draft: FlatModel[Any]  # the algorithm's draft network; empty if it needs none
     target_config: ModelConfig
     draft_config: Any  # ``None`` if the algorithm needs no network
-    placement: Placement  # devices of both; only the target is split over them
+    placement: Placement  # devices of both; the draft may be whole on each
 
     @property
     def configs(self) -> tuple[TransformerConfig, ...]:

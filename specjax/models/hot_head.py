@@ -15,6 +15,7 @@ from flax import nnx
 from jax import Array
 
 from specjax.config import TransformerConfig
+from specjax.models.columns import Columns
 from specjax.models.declare import weight
 from specjax.models.decoder import CausalLM
 from specjax.models.flat import FlatModel, Networks, Weights
@@ -38,7 +39,7 @@ class HotHead(nnx.Module):
         dtypes = config.dtypes._replace(quantization=config.hot.head)
         kernel, ids = abstract_kernel(size, config.vocab_size, dtypes), self.offsets.get_value()
         columns = jax.eval_shape(take_outputs, kernel, ids)
-        self.kernel = nnx.Param(columns, split="vocab", stddev=size**-0.5)
+        self.kernel = nnx.Param(columns, stddev=size**-0.5)
 
     @classmethod
     def of(cls, config: TransformerConfig) -> Optional["HotHead"]:
@@ -71,9 +72,14 @@ class TargetHead:
 
     def logits(self, hidden: Array, target: CausalLM) -> Array:
         """Float32 logits ``[..., W]``, by default of all tokens, of states ``[..., D]``."""
+        return self.columns(hidden, target).whole()
+
+    def columns(self, hidden: Array, target: CausalLM) -> Columns:
+        """The device's own columns of the logits of states ``[..., D]``."""
         if self.hot_head is None:
-            return target.logits(hidden)
-        return target.logits_with(hidden, self.hot_head.kernel[...])
+            return target.columns(hidden)
+        logits = target.logits_with(hidden, self.hot_head.kernel[...])
+        return Columns(logits, logits.shape[-1])
 
 
 def hot_columns(nets: Networks, target: Weights, draft: Mapping[str, Any]) -> dict[str, Array]:

@@ -21,9 +21,8 @@ class Split:
     """How a weight is cut on ``axis``, where projections of these ``widths`` are joined.
 
     Each device has its share of every projection, so pieces are not contiguous if there are
-    several. Shares are multiples of ``unit``, but for the last, and zeros follow those that are
-    smaller than others. If there are fewer units than devices, such as KV heads, neighbours store
-    the same one. If the
+    several. Shares are multiples of ``unit`` and of one size: zeros follow the end of a projection.
+    If there are fewer units than devices, such as KV heads, neighbours store the same one. If the
     inputs of a quantised matrix are split, ``[P, out, J]``, a piece has that many ``parts`` of its
     own inputs, and pieces are joined on axis 0.
     """
@@ -61,13 +60,16 @@ class Split:
 
     def _share(self, width: int, device: int, count: int) -> tuple[int, int]:
         units = -(-width // self.unit)
-        begin, end = (i * units // count for i in (device, device + 1))
-        return begin * self.unit, min(max(end, begin + 1) * self.unit, width)
+        size = -(-units // count)
+        begin = min(device * size, units)
+        if units < count:  # neighbours store the same one
+            begin = device * units // count
+        return begin * self.unit, min((begin + size) * self.unit, width)
 
     def _size(self, width: int, count: int) -> int:
         """The largest share."""
-        shares = (self._share(width, device, count) for device in range(count))
-        return max(end - begin for begin, end in shares)
+        begin, end = self._share(width, 0, count)
+        return end - begin
 
 
 def all_sum(x: Array, count: int) -> Array:
@@ -86,7 +88,7 @@ def all_columns(x: Array, count: int) -> Array:
 
 
 def rows_of(table: Array, index: Array, count: int) -> Array:
-    """Rows ``[..., D]`` of a table ``[V, D]``, of which each device has ``V / count`` rows.
+    """Rows ``[..., D]`` of a table ``[V, D]``, of which each device has an equal number of rows.
 
     An index outside the table reads the first or the last row.
     """

@@ -200,8 +200,7 @@ class RoundFunctions:
 
     @property
     def _greedy_kinds(self) -> list[bool]:
-        """Greedy batches have functions of their own on a GPU."""
-        return [True, False] if self._config.on_gpu else [False]
+        return [True, False] if self._config.has_greedy else [False]
 
     def _rounds(self, shape: DraftShape) -> Iterator[tuple[int, Job]]:
         """Jobs for the rounds of a tier, each with its number of verified rows."""

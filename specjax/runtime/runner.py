@@ -147,10 +147,14 @@ class ModelRunner:
         future = replace(future, logit_states=states)
         placed = nets.placement.abstract(DeviceState(pools, future))
         cut = len(target) - num_extra(nets.target.caches)  # routes are whole on each device
-        heads = nets.placement.abstract(target[:cut], HEADS) + placed.pools.target[cut:]
+        split: dict[str, Any] = {
+            "target": nets.placement.abstract(target[:cut], HEADS) + placed.pools.target[cut:]
+        }
         if requests is not None:
-            requests = jax.tree.map(nets.placement.abstract, requests, HEADS_OF_STATES)
-        return replace(placed, pools=replace(placed.pools, target=heads, requests=requests))
+            split["requests"] = jax.tree.map(nets.placement.abstract, requests, HEADS_OF_STATES)
+        if nets.draft.shards > 1:
+            split["draft"] = nets.placement.abstract(pools.draft, HEADS)
+        return replace(placed, pools=replace(placed.pools, **split))
 
     @property
     def max_top_logprobs(self) -> int:
@@ -395,7 +399,7 @@ class ModelRunner:
 
     def _greedy_or_not(self, name: str, slots: Sequence[int]) -> str:
         """The function for greedy batches, if it was compiled and these slots are greedy."""
-        is_greedy = self.config.on_gpu and self.tables.is_greedy[list(slots)].all()
+        is_greedy = self.config.has_greedy and self.tables.is_greedy[list(slots)].all()
         return f"greedy_{name}" if is_greedy else name
 
     def dispatch(self, name: str, slots: Sequence[int], tier: DraftShape, *inputs: Any) -> Any:

@@ -89,6 +89,11 @@ class RunnerConfig:
         return resolve(self.implementation) == "pallas"
 
     @property
+    def has_greedy(self) -> bool:
+        """Whether greedy batches have functions of their own."""
+        return self.on_gpu
+
+    @property
     def largest(self) -> DraftShape:
         return self.shapes[-1]
 
@@ -193,8 +198,8 @@ def memory_needs(
 def _state_bytes(networks: Networks, config: RunnerConfig, num_kv: int) -> int:
     sizes = config.sizes._replace(num_kv=num_kv)
     requests = abstract_pool(networks.target.caches, config.num_states)
-    state = tree_bytes(config.algorithm.abstract_state(networks, sizes))
-    state += tree_bytes(requests) // networks.target.shards
+    drafted = tree_bytes(config.algorithm.abstract_state(networks, sizes)) // networks.draft.shards
+    state = drafted + tree_bytes(requests) // networks.target.shards
     return state + _pool_bytes(networks, (num_kv, *config.num_kv[1:]))
 
 

@@ -19,6 +19,7 @@ from specjax.kernels.backend import resolve
 from specjax.kernels.draw_tokens import draw_tokens, token_noise
 from specjax.kernels.filter_logits import kept_logits, logit_thresholds
 from specjax.kernels.token_logprobs import token_logprobs
+from specjax.models.columns import Columns
 from specjax.sampling.accept_draws import (
     COUPLED,
     DRAFT_STREAM,
@@ -56,7 +57,7 @@ LEAST_CONFIDENCE = 1e-30
 
 
 def target_tokens(
-    logits: Array,
+    logits: Array | Columns,
     tree: VerifyInput,
     inputs: LogitInputs,
     config: SamplingConfig,
@@ -65,8 +66,11 @@ def target_tokens(
     """Draw the target's token i32 ``[B, T]`` after every node of the tree, with log-probabilities.
 
     Logits f32 ``[B, T, V]`` are raw. ``states`` are the states of the logit processors, by request
-    slot. Requests that did not ask for log-probabilities get zeros.
+    slot. Requests that did not ask for log-probabilities get zeros. Of a greedy batch, a device may
+    have only its own columns.
     """
+    if isinstance(logits, Columns):
+        return logits.best()[1][..., 0], None
     if config.greedy:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32), None
     shape, backend = logits.shape[:2], resolve(config.implementation)
@@ -108,7 +112,7 @@ def _thresholds(flat: Array, sampling: SamplingTable, rows: int, config: Samplin
 
 
 def draft_tokens(
-    logits: Array,
+    logits: Array | Columns,
     ids: Array | None,
     positions: Array,
     sampling: SamplingTable,
@@ -124,7 +128,7 @@ def draft_tokens(
     differs from the target's. With thresholds, it uses none: the most likely tokens are best.
 
     Args:
-        logits: f32 ``[B, N, V]``, raw logits of the draft.
+        logits: f32 ``[B, N, V]``, raw logits of the draft; own columns as in :func:`target_tokens`.
         ids: i32 ``[V]``, the token id of each column; ``None`` if columns are token ids.
         positions: i32 ``[B, N]``, absolute positions of the drafted tokens.
         topk: K.
@@ -134,6 +138,8 @@ def draft_tokens(
         the softmax of the logits, plus noise if any, at the column. For K = 1 it is 1, or with
         ``reads_confidence`` the softmax of the raw logits at the column, above 0.
     """
+    if isinstance(logits, Columns):
+        return _greedy_drafts(logits, config, topk)
     shape, backend = logits.shape[:2], resolve(config.implementation)
     if config.acceptance.has_thresholds:
         config = replace(config, greedy=True)
@@ -173,6 +179,19 @@ def draft_tokens(
     # rounding must not rank a child before its parent, or NaN before any number
     scores = jnp.where(scores > 0, jnp.minimum(scores, 1.0), 0.0)
     return scores.reshape(*shape, topk), best.reshape(*shape, topk)
+
+
+def _greedy_drafts(logits: Columns, config: SamplingConfig, topk: int) -> tuple[Array, Array]:
+    """The result of :func:`draft_tokens` for a greedy batch, from own columns."""
+    least = LEAST_CONFIDENCE
+    if topk > 1:
+        logits, least = replace(logits, own=kept_logits(logits.own, 0.0, -jnp.inf)), 0.0
+    has_scores = topk > 1 or config.reads_confidence
+    values, best, total = logits.best(topk, has_total=has_scores)
+    if total is None:
+        return jnp.ones(best.shape, jnp.float32), best
+    scores = jnp.exp(values - total)
+    return jnp.where(scores > least, jnp.minimum(scores, 1.0), least), best
 
 
 def _chain_scores(logits: Array, best: Array, config: SamplingConfig) -> Array:

@@ -7,6 +7,7 @@ scheduling and the compiled rounds. The shared code does not depend on the algor
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields
 from functools import partial
+from inspect import signature
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import jax
@@ -19,6 +20,7 @@ from specjax.kv.pages import PagedAttend, PageView, Segments
 from specjax.models.declare import token_kv
 from specjax.models.decoder import CausalLM
 from specjax.models.flat import FlatModel, Networks
+from specjax.models.mesh import draft_shards
 from specjax.models.placement import Placement
 from specjax.sampling.draw import SamplingConfig
 from specjax.speculative.future_map import FutureMap
@@ -200,7 +202,8 @@ class SpeculativeAlgorithm(CommonAlgorithm, ABC):
     supports_overlap: ClassVar[bool] = True
     # whether chains have ``draft_probs``, the probabilities from which drafts were drawn
     supports_rejection_sampling: ClassVar[bool] = False
-    # network(config, implementation=...) makes the draft network; ``None`` if there is none
+    # network(config, implementation=...) makes the draft network; ``None`` if there is none. With a
+    # parameter ``shards``, devices may share it, and its state, which must be KV pools.
     network: ClassVar[Any] = None
 
     name: str
@@ -291,11 +294,14 @@ class SpeculativeAlgorithm(CommonAlgorithm, ABC):
         """
         return ()
 
-    def draft_model(self, config: Any, implementation: str | None) -> FlatModel[Any]:
-        """The structure of the draft network with this configuration."""
+    def draft_model(
+        self, config: Any, implementation: str | None, shards: int = 1
+    ) -> FlatModel[Any]:
+        """The structure of the draft network with this configuration, which devices may share."""
         if self.network is None:
             return FlatModel.empty()
-        return FlatModel.of(partial(type(self).network, config, implementation=implementation))
+        how: Any = {"implementation": implementation} | ({} if shards == 1 else {"shards": shards})
+        return FlatModel.of(partial(type(self).network, config, **how))
 
     def networks(
         self,
@@ -305,13 +311,19 @@ class SpeculativeAlgorithm(CommonAlgorithm, ABC):
         implementation: str | None = None,
         deterministic: bool = False,
         placement: Placement | None = None,
+        draft_tp_size: int | None = None,
     ) -> Networks:
+        """Raises ValueError if ``draft_tp_size`` devices cannot share the draft."""
         how = implementation
         if deterministic:  # drafts do not change texts, so only the target needs it
             how = "invariant-interpret" if implementation == "interpret" else "invariant"
         placement = placement or Placement.on()
         model = FlatModel.of(partial(CausalLM, target, implementation=how, shards=placement.count))
         draft = self.draft_model(draft_config, implementation)
+        config = draft_config if _takes_shards(type(self).network) else None
+        count = draft_shards(draft, config, placement.count, draft_tp_size)
+        if count > 1:
+            draft = self.draft_model(draft_config, implementation, count)
         return Networks(model, draft, target, draft_config, placement)
 
     def abstract_state(self, networks: Networks, sizes: StateSizes) -> State:
@@ -363,6 +375,14 @@ class SpeculativeAlgorithm(CommonAlgorithm, ABC):
         from specjax.speculative.registry import find
 
         return find(name)
+
+
+def _takes_shards(network: Any) -> bool:
+    """Whether devices may share a draft network, as its parameters say."""
+    make: Any = network
+    if isinstance(network, type):  # the metaclass of modules hides their parameters
+        make = make.__init__
+    return make is not None and "shards" in signature(make).parameters
 
 
 if not TYPE_CHECKING:  # registry imports this module, and authors import only from here

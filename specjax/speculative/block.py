@@ -18,9 +18,10 @@ from specjax.checkpoints.target import TargetCheckpoint
 from specjax.config import MAX_NODES, BlockConfig
 from specjax.kernels.markov_draft import markov_draft
 from specjax.models.block import BlockDraft
+from specjax.models.columns import Columns
 from specjax.sampling.draw import LEAST_CONFIDENCE, draft_probs, draft_tokens
 from specjax.speculative.algorithm import Batch, PromptChunks, Proposal, Rows, State
-from specjax.speculative.drafting import NetworkAlgorithm
+from specjax.speculative.drafting import NetworkAlgorithm, draft_logits
 from specjax.speculative.tree import chain_input
 from specjax.types import DraftShape, VerifyOutput
 
@@ -126,6 +127,7 @@ class Block(NetworkAlgorithm):
                 scores = jnp.maximum(confidences, LEAST_CONFIDENCE)
             tree = replace(tree, confidences=scores)
         if batch.draw.acceptance.uses_rejection:
+            assert not isinstance(logits, Columns)  # the batch is not greedy
             width = batch.target.config.vocab_size
             probs = draft_probs(logits, draft.vocabulary, batch.sampling, batch.draw, width)
             tree = replace(tree, draft_probs=probs)
@@ -144,22 +146,23 @@ class Block(NetworkAlgorithm):
         return batch.draft.store(verified.features, positions, state, store), rows
 
 
-def _draw(batch: Batch, hidden: Array) -> tuple[Array, Array, Array]:
+def _draw(batch: Batch, hidden: Array) -> tuple[Array, Array, Array | Columns]:
     """Draw drafts i32 ``[B, N]`` for states ``[B, N, D]``.
 
-    Also return their scores f32 ``[B, N]`` and the logits f32 ``[B, N, V]``. With a Markov head,
-    the logits of a draft depend on the previous draft.
+    Also return their scores f32 ``[B, N]`` and the logits f32 ``[B, N, V]``, or own columns. With a
+    Markov head, the logits of a draft depend on the previous draft.
     """
     draft, markov, count = batch.draft, batch.draft.markov, hidden.shape[1]
-    logits = draft.logits(hidden, batch.target)
+    logits = draft_logits(batch, hidden)
     places = batch.seq_lens[:, None] + jnp.arange(1, count + 1, dtype=jnp.int32)
 
-    def best(logits: Array, places: Array) -> tuple[Array, Array]:
+    def best(logits: Array | Columns, places: Array) -> tuple[Array, Array]:
         drawn = draft_tokens(logits, draft.vocabulary, places, batch.sampling, batch.draw, 1)
         return draft.target_ids(drawn[1][..., 0]), drawn[0][..., 0]
 
     if markov is None:
         return *best(logits, places), logits
+    logits = logits.whole() if isinstance(logits, Columns) else logits
     config = batch.draw
     needs_logits = config.reads_confidence or config.acceptance.uses_rejection
     if config.greedy and markov.kind == "vanilla" and not needs_logits:

@@ -15,6 +15,7 @@ from jax import Array
 
 from specjax.config import MAX_NODES
 from specjax.kernels.tree_attention import MAX_MASKED
+from specjax.models.columns import Columns
 from specjax.models.flat import Networks
 from specjax.models.layers import Attend
 from specjax.sampling.draw import LEAST_CONFIDENCE, draft_probs, draft_tokens
@@ -207,12 +208,22 @@ def draft_tree(
     return replace(tree, draft_rows=rows), state
 
 
+def draft_logits(batch: Batch, hidden: Array) -> Array | Columns:
+    """Logits ``[B, N, V]`` of recurrent states ``[B, N, D]``, for :func:`draft_tokens`."""
+    draft, target = batch.draft, batch.target
+    # a plugin's network may have no columns
+    if batch.draw.greedy and target.shards > 1 and hasattr(draft, "columns"):
+        columns: Columns = draft.columns(hidden, target)
+        return columns.needed(is_greedy=True)
+    return draft.logits(hidden, target)  # type: ignore[no-any-return]
+
+
 def best_tokens(batch: Batch, hidden: Array, positions: Array, topk: int) -> tuple[Array, Array]:
     """Choose K draft tokens for positions i32 ``[B, N]`` from recurrent states ``[B, N, D]``.
 
     Returns scores f32 ``[B, N, K]`` and target token ids i32 ``[B, N, K]``.
     """
-    draft, logits = batch.draft, batch.draft.logits(hidden, batch.target)
+    draft, logits = batch.draft, draft_logits(batch, hidden)
     probs, best = draft_tokens(
         logits, draft.vocabulary, positions, batch.sampling, batch.draw, topk
     )

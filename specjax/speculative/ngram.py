@@ -200,7 +200,7 @@ class Ngram(SpeculativeAlgorithm):
 
     def reads(self, option: str) -> bool:
         heads = "speculative_eagle_topk", "speculative_token_map", "draft", "draft_rope_theta"
-        return option not in heads
+        return option not in (*heads, "draft_tp_size")
 
     def draft_shape(self, args: Any, steps: int | None = None) -> DraftShape:
         """A tree of depth S, by default and in every tier with S + 1 rows in any branches."""
@@ -241,7 +241,7 @@ class Ngram(SpeculativeAlgorithm):
         return (corpus,)
 
     def draft_model(
-        self, config: CorpusConfig | None, implementation: str | None
+        self, config: CorpusConfig | None, implementation: str | None, shards: int = 1
     ) -> FlatModel[Any]:
         return FlatModel.empty() if config is None else FlatModel.of(partial(CorpusTable, config))
 

@@ -16,6 +16,7 @@ from specjax.kernels.delta_inputs import ReplayRows
 from specjax.kernels.delta_rule import delta_replay
 from specjax.kv.pages import PageView, Segments
 from specjax.kv.recurrent import drafted_rows, recurrent_drafts
+from specjax.models.columns import Columns
 from specjax.models.decoder import CausalLM
 from specjax.models.experts import mean_distinct
 from specjax.sampling.draw import SamplingConfig, target_tokens
@@ -94,7 +95,7 @@ def active_batch(resident: Resident, future: FutureMap, slots: Array, config: Ro
 class TargetPass(NamedTuple):
     """The target's results for a tree; those of a packed tier have no axis for requests."""
 
-    logits: Array  # f32 [B, T, V]
+    logits: Array | Columns  # f32 [B, T, V]; of a greedy batch, a device may have its own columns
     hidden: Array  # [B, T, D]
     features: Array  # [B, T, F]
     rows: Segments | None = None  # of a packed tier
@@ -165,7 +166,8 @@ def run_target(
     )
     kv, requests, replay = recurrent.split(kv)
     experts = mean_distinct(target.config, routes)
-    passed = TargetPass(target.logits(hidden), hidden, features, rows, experts, replay)
+    logits = target.columns(hidden).needed(is_greedy=batch.draw.greedy)
+    passed = TargetPass(logits, hidden, features, rows, experts, replay)
     return replace(state, pools=replace(state.pools, target=kv, requests=requests)), passed
 
 

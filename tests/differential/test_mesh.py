@@ -17,9 +17,10 @@ from specjax.checkpoints import open_target
 from specjax.models.decoder import CausalLM
 from specjax.models.flat import FlatModel
 from specjax.models.mesh import INT4_VERSION
+from specjax.runtime.runner_config import RunnerConfig
 from specjax.testing import Files, letter_tokenizer
 from specjax.testing.dense import Job, dense_decode
-from specjax.testing.files import CONFIG
+from specjax.testing.files import CONFIG, write_head
 
 from ..support import mxfp4_files
 from ..support.engine_process import Process
@@ -27,6 +28,7 @@ from ..support.meshes import (
     PROMPTS,
     check_bytes,
     check_dense,
+    check_exchanges,
     collectives,
     dense_weights,
     replicas_that_differ,
@@ -52,14 +54,17 @@ ROWS = [
     ("NONE", "", ""),
 ]
 OLD = jax.__version_info__ < INT4_VERSION
+WITHOUT_SPLIT = ("NGRAM", "markov", "NONE")  # no network, or one that is always whole
+ODD = CONFIG.vocab_size - 1  # two devices have different numbers of tokens
 # settings of models that split other weights than the plain target's
 FAMILIES: dict[str, dict[str, Any]] = {
     "tied embeddings, biases": {
         "model_type": "qwen2",
         "qkv_bias": True,
         "tie_word_embeddings": True,
+        "vocab_size": ODD,
     },
-    "norms of heads": {"model_type": "qwen3", "qk_norm": True},
+    "norms of heads": {"model_type": "qwen3", "qk_norm": True, "vocab_size": ODD},
     "all biases": {
         "model_type": "llama",
         "qkv_bias": True,
@@ -81,6 +86,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.fixture(autouse=True)
+def _greedy_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Greedy batches have functions of their own, as on a GPU."""
+    monkeypatch.setattr(RunnerConfig, "has_greedy", True)
+
+
 def options_of(row: tuple[str, str, str], drafts: Drafts) -> Options:
     if row[0] == "NONE":
         return {"speculative": False}
@@ -92,10 +103,17 @@ def options_of(row: tuple[str, str, str], drafts: Drafts) -> Options:
 def test_every_algorithm_drafts_for_a_split_target(
     row: tuple[str, str, str], files: Files, drafts: Drafts
 ) -> None:
-    with files.engine(tp_size=2, overlap=row[0] == "EAGLE3", **options_of(row, drafts)) as made:
-        accepted = check_dense(made, dense_weights(made))
-        assert (accepted > 0) == (row[0] != "NONE")
-        assert not replicas_that_differ(made)
+    options = {"overlap": row[0] == "EAGLE3"} | options_of(row, drafts)
+    accepted = set()
+    for draft_tp_size in (None,) if row[0] in WITHOUT_SPLIT else (1, 2):
+        with files.engine(tp_size=2, draft_tp_size=draft_tp_size, **options) as made:
+            assert made.runner.networks.draft.shards == (draft_tp_size or 1)
+            accepted.add(check_dense(made, dense_weights(made)))
+            assert not replicas_that_differ(made)
+            # only a Markov head, which adds to all logits, needs them
+            assert ("all-gather" in collectives(made)["greedy_round"]) == (row[0] == "DSPARK")
+    assert len(accepted) == 1
+    assert (accepted != {0}) == (row[0] != "NONE")
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -111,10 +129,9 @@ def test_every_family_is_split(family: Files) -> None:
     with family.engine(tp_size=2, speculative=False, **options) as made:
         check_dense(made, dense_weights(made))
         assert not replicas_that_differ(made)
-        config, (counts, *others) = made.target.config, collectives(made)
+        config = made.target.config
         sums = (2 + (config.model_type == "olmo2")) * config.num_layers
-        assert counts == {"all-gather": 1, "all-reduce": sums + config.tie_word_embeddings}
-        assert all(each == counts for each in others)
+        check_exchanges(made, sums + config.tie_word_embeddings)
 
 
 @pytest.mark.parametrize(
@@ -141,8 +158,7 @@ def test_quantised_matrices_are_split(
         assert made.target.config.quantization is not None
         assert check_dense(made, dense_weights(made)) > 20
         assert not replicas_that_differ(made)
-        sums = {"all-reduce": 2 * CONFIG.num_layers, "all-gather": 1}
-        assert all(counts == sums for counts in collectives(made))
+        check_exchanges(made, 2 * CONFIG.num_layers)
 
 
 @pytest.fixture(scope="module")
@@ -175,8 +191,7 @@ def test_experts_are_split(name: str, options: Options, mixtures: dict[str, File
     with mixtures[name].engine(tp_size=2, **options) as made:
         assert check_dense(made, dense_weights(made)) > 10
         assert not replicas_that_differ(made)
-        sums = {"all-reduce": 2 * CONFIG.num_layers, "all-gather": 1}
-        assert all(counts == sums for counts in collectives(made))
+        check_exchanges(made, 2 * CONFIG.num_layers)
         check_bytes(made)
 
 
@@ -203,7 +218,8 @@ def test_states_are_split_by_heads(name: str, options: Options, hybrids: dict[st
         assert (accepted > 10) == options.get("speculative", True)
         check_dense(made, weights)  # from snapshots
         assert not replicas_that_differ(made)
-        assert all(x["all-reduce"] == 2 * CONFIG.num_layers for x in collectives(made))
+        sums, found = 2 * CONFIG.num_layers, collectives(made)
+        assert all(x["all-reduce"] - ("greedy" in name) == sums for name, x in found.items())
         check_bytes(made)
 
 
@@ -230,9 +246,29 @@ def test_four_devices_share_two_kv_heads(
         process.close()
 
 
-@pytest.mark.parametrize("way", ["rejection", "grammar", "several rounds", "fp8 KV", "states"])
+@pytest.mark.parametrize("draft_tp_size", [1, 2])
+def test_drafts_with_tied_embeddings_of_an_odd_vocabulary(
+    draft_tp_size: int, files: Files, tmp_path: Path
+) -> None:
+    config = replace(CONFIG, **FAMILIES["tied embeddings, biases"])
+    tokenizer = letter_tokenizer()
+    target, draft = (
+        write_model(tmp_path / str(count), replace(config, num_layers=count), tokenizer=tokenizer)
+        for count in (2, 1)
+    )
+    options: Options = {"draft": draft, "speculative_algorithm": "STANDALONE"}
+    options |= {"tp_size": 2, "draft_tp_size": draft_tp_size, "speculative_eagle_topk": 2}
+    with replace(files, target=target).engine(**options) as made:
+        assert check_dense(made, dense_weights(made)) > 0
+        assert not replicas_that_differ(made)
+        assert set(collectives(made)["greedy_round"]) == {"all-reduce"}
+
+
+@pytest.mark.parametrize(
+    "way", ["rejection", "grammar", "several rounds", "fp8 KV", "states", "odd vocabulary"]
+)
 def test_other_ways_to_serve_a_split_target(
-    way: str, files: Files, hybrids: dict[str, Files]
+    way: str, files: Files, hybrids: dict[str, Files], tmp_path: Path
 ) -> None:
     options: dict[str, Options] = {
         "rejection": {"speculative_use_rejection_sampling": True},
@@ -240,6 +276,7 @@ def test_other_ways_to_serve_a_split_target(
         "several rounds": {"rounds_per_dispatch": 3, "speculative_adaptive": True},
         "fp8 KV": {"kv_cache_dtype": "fp8_e4m3"},
         "states": {"grammar_backend": "llguidance"},
+        "odd vocabulary": {"draft": write_head(tmp_path / "head", draft_vocab_size=79)},
     }
     texts = []
     requests: list[Options] = [
@@ -249,8 +286,10 @@ def test_other_ways_to_serve_a_split_target(
     if way in ("grammar", "states"):
         requests = [request | {"regex": "[a-f]{3,30}x"} for request in requests]
     for count in (1, 2):
-        source = hybrids["hybrid"] if way == "states" else files
-        with source.engine(tp_size=count, **options[way]) as made:
+        source, how = (hybrids["hybrid"] if way == "states" else files), dict(options[way])
+        if way in ("rejection", "odd vocabulary"):
+            how["draft_tp_size"] = count
+        with source.engine(tp_size=count, **how) as made:
             params = [{"max_new_tokens": 24} | request for request in requests]
             outputs = [made.generate(input_ids=PROMPTS, sampling_params=p) for p in params]
             texts.append([[x["output_ids"] for x in output] for output in outputs])

@@ -15,18 +15,22 @@ from specjax.checkpoints import open_target
 from specjax.config import Quantization
 from specjax.engine.args import EngineArgs
 from specjax.engine.plan import plan_engine
+from specjax.models.eagle import build_head
 from specjax.models.family import alike
+from specjax.models.flat import FlatModel
 from specjax.models.layers import Attention
-from specjax.models.mesh import refusals
+from specjax.models.mesh import draft_shards, refusals
 from specjax.models.registry import FAMILIES
+from specjax.runtime.runner_config import RunnerConfig
 from specjax.testing import Files
-from specjax.testing.models import TARGET
+from specjax.testing.files import HEAD
+from specjax.testing.models import EAGLE3, TARGET
 
 from ..support.meshes import (
     PROMPTS,
     check_bytes,
     check_dense,
-    collectives,
+    check_exchanges,
     dense_weights,
     passes,
     replicas_that_differ,
@@ -34,6 +38,8 @@ from ..support.meshes import (
 from ..support.mxfp4_files import write_gpt_oss
 
 COUNT = 2
+EAGLE_OPTIONS = {"speculative_algorithm": "EAGLE3"}
+PROJECTIONS = ("qkv", "output", "gate_up", "down", "lm_head")
 PROCESSED = {
     "temperature": 1.0,
     "top_p": 0.8,
@@ -47,8 +53,11 @@ PROCESSED = {
 
 @pytest.fixture(scope="module")
 def pair(files: Files) -> Iterator[Engine]:
-    with files.engine(tp_size=COUNT) as made:
-        yield made
+    """Has functions for greedy batches, as on a GPU."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RunnerConfig, "has_greedy", True)
+        with files.engine(tp_size=COUNT) as made:
+            yield made
 
 
 def test_tokens_are_those_of_dense_decoding(pair: Engine) -> None:
@@ -76,23 +85,78 @@ def test_processed_logits_and_their_reports_are_those_of_one_device(
             assert values == pytest.approx(expected, abs=1e-4)
 
 
+def check_shares(made: Engine, *, splits_draft: bool) -> None:
+    """Check which weights and pools are cut, and that the plan counts the bytes of a device."""
+    runner, pools = made.runner, made.runner.on_device.pools
+    for is_draft, flat in enumerate((runner.networks.target, runner.networks.draft)):
+        cut = {
+            name.split(".")[-2]
+            for name, weight in zip(flat.names, runner.weights[is_draft], strict=True)
+            if not weight.is_fully_replicated
+        }
+        assert cut == ({*PROJECTIONS} if splits_draft or not is_draft else set())
+    (pool,), drafted = pools.target, pools.draft
+    for each, count in ((pool, COUNT), (drafted, COUNT if splits_draft else 1)):
+        own = (*each.shape[:3], each.shape[3] // count, each.shape[4])
+        assert [shard.data.shape for shard in each.addressable_shards] == [own] * COUNT
+    check_bytes(made)
+    plan = made._plan
+    assert "on 2 x cpu" in plan.describe()[-1]
+    assert ("draft split over 2 devices" in plan.describe()[1]) == splits_draft
+
+
 def test_each_device_has_a_share_of_the_target_and_all_of_the_draft(pair: Engine) -> None:
-    runner = pair.runner
-    target, draft = runner.networks.target, runner.networks.draft
-    cut = {
-        name.split(".")[-2]
-        for name, weight in zip(target.names, runner.weights[0], strict=True)
-        if not weight.is_fully_replicated
+    check_shares(pair, splits_draft=False)
+
+
+@pytest.mark.slow
+def test_each_device_has_a_share_of_the_draft(files: Files, pair: Engine) -> None:
+    with files.engine(tp_size=COUNT, draft_tp_size=COUNT, share_weights_with=pair) as made:
+        assert made.runner.weights[0][0] is pair.runner.weights[0][0]
+        check_shares(made, splits_draft=True)
+        made.update_weights_from_tensor(
+            {"lm_head.kernel": np.ones((HEAD.hidden_size, HEAD.draft_vocab_size), np.float32)},
+            draft=True,
+        )
+        check_shares(made, splits_draft=True)
+
+
+def test_large_drafts_are_split_by_default() -> None:
+    sizes: Any = {"hidden_size": 4096, "intermediate_size": 14336, "head_dim": 128}
+    sizes |= {"num_heads": 32, "num_kv_heads": 8, "dtype": "bfloat16"}
+    large = replace(EAGLE3, vocab_size=32000, draft_vocab_size=32000, **sizes)
+    chosen = {}
+    for name, config, asked in (
+        ("large", large, None),
+        ("large, asked for whole", large, 1),
+        ("small", EAGLE3, None),
+        ("small, asked for split", EAGLE3, 2),
+        ("odd heads", replace(large, num_heads=31, num_kv_heads=31), None),
+    ):
+        flat = FlatModel.of(partial(build_head, config))
+        chosen[name] = draft_shards(flat, config, 2, asked)
+        assert draft_shards(flat, config, 1, None) == 1
+    assert chosen == {
+        "large": 2,
+        "large, asked for whole": 1,
+        "small": 1,
+        "small, asked for split": 2,
+        "odd heads": 1,
     }
-    assert cut == {"qkv", "output", "gate_up", "down", "lm_head"}
-    assert all(weight.is_fully_replicated for weight in runner.weights[1])
-    (pool,) = runner.on_device.pools.target
-    assert [shard.data.shape for shard in pool.addressable_shards] == [
-        (*pool.shape[:3], pool.shape[3] // COUNT, pool.shape[4])
-    ] * COUNT
-    check_bytes(pair)
-    assert len(draft.names) > 5
-    assert "on 2 x cpu" in pair._plan.describe()[-1]
+
+
+@pytest.mark.parametrize(
+    ("config", "text"),
+    [
+        (replace(EAGLE3, num_kv_heads=1), "draft_tp_size=2 must divide num_key_value_heads=1 of "),
+        (replace(EAGLE3, intermediate_size=47), "draft_tp_size=2 must divide intermediate_size=47"),
+        (None, "draft_tp_size=2 must be 1: the draft's network cannot be split"),
+    ],
+)
+def test_drafts_that_cannot_be_split_are_refused(config: Any, text: str) -> None:
+    flat = FlatModel.of(partial(build_head, config or EAGLE3))
+    with pytest.raises(ValueError, match=text):
+        draft_shards(flat, config, 2, 2)
 
 
 def test_devices_exchange_two_sums_of_a_layer_and_the_logits(pair: Engine) -> None:
@@ -102,8 +166,8 @@ def test_devices_exchange_two_sums_of_a_layer_and_the_logits(pair: Engine) -> No
         np.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(state)
     )
-    assert collectives(pair) == [{"all-reduce": 2 * TARGET.num_layers, "all-gather": 1}] * 2
-    for function in passes(pair):
+    check_exchanges(pair, 2 * TARGET.num_layers)
+    for function in passes(pair).values():
         # all of the state is updated in place
         assert function.memory_analysis().alias_size_in_bytes >= state_bytes
 
@@ -132,7 +196,6 @@ def test_weights_are_replaced_under_their_whole_shapes(pair: Engine) -> None:
             "tp_size=4 must divide num_key_value_heads=6 of the model, or be a multiple of it",
         ),
         ({"intermediate_size": 47}, 2, "tp_size=2 must divide intermediate_size=47 "),
-        ({}, 2, "tp_size=2 must divide vocab_size=61 "),
         (
             {"quantization": Quantization("fp8", group=32)},
             2,
@@ -185,6 +248,8 @@ def test_layers_of_other_packages_are_refused(monkeypatch: pytest.MonkeyPatch) -
     ("options", "text"),
     [
         ({"tp_size": 0}, "tp_size=0 must be"),
+        ({**EAGLE_OPTIONS, "draft_tp_size": 3, "tp_size": 2}, "draft_tp_size=3 must be 1 or tp_"),
+        ({"draft_tp_size": 2, "tp_size": 2}, "'draft_tp_size'.* have no effect"),
         ({"tp_size": 2, "enable_deterministic_inference": True}, "inference=True needs tp_size=1"),
         ({"tp_size": 2, "disaggregation_mode": "decode"}, "mode='decode' needs tp_size=1, not 2"),
     ],

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 from specjax.kernels.draw_tokens import position_noise
 
+from specjax.models.columns import Columns
+from specjax.models.shards import AXIS
 from specjax.sampling.accept_draws import Acceptance
 from specjax.sampling.draw import SamplingConfig, draft_tokens, target_tokens
 from specjax.sampling.logit_processor import LogitInputs
@@ -82,6 +84,24 @@ def test_a_greedy_batch_needs_no_noise(topk):
     ]
     for ours, theirs in zip(*found, strict=True):
         np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize(("topk", "reads"), [(1, False), (1, True), (4, True)])
+def test_devices_with_own_columns_find_the_drafts_of_whole_rows(topk, reads):
+    """Three devices, as a batch with the axis of a mesh; 61 columns leave two for padding."""
+    rows, config = sampling_rows([PARAMS[0]] * 4, VOCAB), SamplingConfig(greedy=True)
+    config = replace(config, reads_confidence=reads)
+    logits = LOGITS.at[0, 0, 7].set(jnp.inf).at[1].set(-jnp.inf).at[2, 0, 9].set(jnp.nan)
+    pieces = jnp.stack(jnp.split(jnp.pad(logits, ((0, 0), (0, 0), (0, 2))), 3, axis=-1))
+
+    def of_device(own):
+        return draft_tokens(Columns(own, VOCAB, 3), None, POSITIONS, rows, config, topk)
+
+    found = jax.jit(jax.vmap(of_device, axis_name=AXIS))(pieces)
+    probs, drafts = jit_drafts(logits, None, POSITIONS, rows, config=config, topk=topk)
+    for device in range(3):
+        np.testing.assert_array_equal(found[1][device], drafts)
+        np.testing.assert_allclose(found[0][device], probs, rtol=1e-5)
 
 
 @pytest.mark.slow

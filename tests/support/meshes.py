@@ -51,16 +51,24 @@ def check_bytes(engine: Engine) -> None:
     assert [*stats.values()] == [planned] * plan.networks.placement.count
 
 
-def passes(engine: Engine) -> list[Any]:
-    """The compiled rounds and prefills that an engine has run."""
-    compiled = engine.runner.compiled
-    return [x for key, x in compiled.items() if key[0] in ("round", "prefill")]
+def passes(engine: Engine) -> dict[str, Any]:
+    """The functions of rounds and prefills that an engine compiled, by name."""
+    compiled = engine.runner.compiled.items()
+    return {key[0]: x for key, x in compiled if key[0].endswith(("round", "prefill"))}
 
 
-def collectives(engine: Engine) -> list[dict[str, int]]:
+def collectives(engine: Engine) -> dict[str, dict[str, int]]:
     """How many sums and other exchanges between devices each of the passes has."""
-    found = [re.findall(COLLECTIVES, function.as_text()) for function in passes(engine)]
-    return [dict(Counter(names)) for names in found]
+    texts = {name: function.as_text() for name, function in passes(engine).items()}
+    return {name: dict(Counter(re.findall(COLLECTIVES, text))) for name, text in texts.items()}
+
+
+def check_exchanges(engine: Engine, num_sums: int) -> None:
+    """Check that a pass has so many sums, and joins logits or finds the best by another sum."""
+    found = collectives(engine)
+    assert found.pop("greedy_round") == {"all-reduce": num_sums + 1}
+    assert found
+    assert all(x == {"all-reduce": num_sums, "all-gather": 1} for x in found.values())
 
 
 def replicas_that_differ(engine: Engine) -> list[str]:
