@@ -79,7 +79,7 @@ class Recipe:
     # sizes of projections that a mesh cuts one by one, which files may join; empty: of the parts
     widths: tuple[int, ...] = ()
     unit: int = 1  # each device has a multiple of it, but for the last part of a projection
-    axis: int | None = None  # that a mesh cuts, if the weight is no matrix
+    axis: int | None = None  # that a mesh cuts, unless the weight is a matrix
 
     @property
     def shape(self) -> tuple[int, ...]:

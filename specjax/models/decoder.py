@@ -121,10 +121,10 @@ class CausalLM(nnx.Module):
     def columns(self, hidden: Array) -> Columns:
         """The device's own columns of the logits of final hidden states ``[..., D]``."""
         if self.lm_head is None:
-            own = self.embedding.attend(hidden)
+            logits = self.embedding.attend(hidden)
         else:
-            own = self.lm_head(hidden, jnp.float32)
-        return Columns(self._shaped(own), self.config.vocab_size, self.shards)
+            logits = self.lm_head(hidden, jnp.float32)
+        return Columns(self._shaped(logits), self.config.vocab_size, self.shards)
 
     def logits_of(self, hidden: Array, tokens: Array) -> Array:
         """Float32 logits ``[..., W]`` of selected token ids i32 ``[W]``."""

@@ -83,8 +83,8 @@ class DraftHead(TargetHead, nnx.Module):
     def columns(self, hidden: Array, target: CausalLM) -> Columns:
         """The device's own columns of the logits of recurrent states ``[..., D]``."""
         if self.lm_head is not None:
-            own = self.lm_head(hidden, jnp.float32)
-            return Columns(own, self.config.draft_vocab_size, self.shards)
+            logits = self.lm_head(hidden, jnp.float32)
+            return Columns(logits, self.config.draft_vocab_size, self.shards)
         if self.config.ties_lm_head:
             table = target.embedding if self.embedding is None else self.embedding
             return Columns(table.attend(hidden), self.config.vocab_size, table.shards)

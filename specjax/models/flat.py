@@ -89,11 +89,11 @@ class FlatModel(Generic[M]):
     def placed(self, placement: Placement) -> Weights:
         """Shapes and dtypes of the weights on the devices, of all pieces joined."""
 
-        def leaf(whole: jax.ShapeDtypeStruct, split: Split | None) -> Any:
+        def leaf(weight: jax.ShapeDtypeStruct, split: Split | None) -> Any:
             if split is None:
-                return placement.abstract(whole)
-            shape = split.stored(whole.shape, self.shards)
-            return placement.abstract(jax.ShapeDtypeStruct(shape, whole.dtype), split.axis)
+                return placement.abstract(weight)
+            shape = split.stored(weight.shape, self.shards)
+            return placement.abstract(jax.ShapeDtypeStruct(shape, weight.dtype), split.axis)
 
         return tuple(map(leaf, self.abstract, map(self.split, self.names)))
 

@@ -97,15 +97,15 @@ def _packed_part(
 ) -> Part:
     """The words of all experts, or their scales, as directories and GGUF files have them."""
     size, groups, blocks = sum(outputs.values()), in_size // mxfp4.GROUP, -(-in_size // mxfp4.BLOCK)
-    first, *others = outputs
-    name = f"{at}experts.{'gate_up_proj' if others else first}_{'scales' if is_scale else 'blocks'}"
+    module = "gate_up_proj" if len(outputs) > 1 else next(iter(outputs))
+    name = f"{at}experts.{module}_{'scales' if is_scale else 'blocks'}"
     shape = (count, size, groups) if is_scale else (count, size, groups, mxfp4.GROUP // 2)
     pack = mxfp4.pack_scales if is_scale else mxfp4.pack
     pack_ggml = mxfp4.pack_ggml_scales if is_scale else mxfp4.pack_ggml
 
     def of_files(stored: np.ndarray) -> np.ndarray:
-        # gates and ups take turns
-        return pack(np.concatenate([stored[:, ::2], stored[:, 1::2]], axis=1) if others else stored)
+        step = len(outputs)  # gates and ups take turns
+        return pack(np.concatenate([stored[:, i::step] for i in range(step)], axis=1))
 
     def of_gguf(*stored: np.ndarray) -> np.ndarray:
         return pack_ggml(np.concatenate(stored, axis=1))

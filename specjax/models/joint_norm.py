@@ -21,8 +21,8 @@ def joint_norms(heads: Sequence[Array], norms: Sequence[Any], shards: int) -> li
         pairs = zip(heads, norms, strict=True)
         return [norm(x.reshape(*x.shape[:-2], -1)).reshape(x.shape) for x, norm in pairs]
     rows = [x.reshape(*x.shape[:-2], -1).astype(jnp.float32) for x in heads]
-    own = jnp.stack([jnp.square(x).mean(axis=-1) for x in rows], axis=-1)
-    means = jnp.split(all_sum(own, shards) / shards, len(rows), axis=-1)
+    squares = jnp.stack([jnp.square(x).mean(axis=-1) for x in rows], axis=-1)
+    means = jnp.split(all_sum(squares, shards) / shards, len(rows), axis=-1)
     return [
         scaled(x * jax.lax.rsqrt(mean + norm.eps), norm.factor, like.dtype).reshape(like.shape)
         for x, mean, norm, like in zip(rows, means, norms, heads, strict=True)

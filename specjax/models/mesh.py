@@ -26,22 +26,22 @@ Config = ModelConfig | DraftConfig | BlockConfig
 BYTES_PER_SUM = 0.17e9
 
 
-def draft_shards(draft: FlatModel[Any], config: Any, count: int, asked: int | None) -> int:
+def draft_shards(draft: FlatModel[Any], config: Any, count: int, wanted: int | None) -> int:
     """Number of devices that share each weight of a draft: all ``count``, or 1.
 
-    ``asked`` is the option ``draft_tp_size``; ``None`` chooses the faster one. ``config`` is
+    ``wanted`` is the option ``draft_tp_size``; ``None`` chooses the faster one. ``config`` is
     ``None`` if the network cannot be split. Raises ValueError if that was asked for.
     """
-    if count == 1 or asked == 1:
+    if count == 1 or wanted == 1:
         return 1
     reasons = [f"draft_tp_size={count} must be 1: the draft's network cannot be split"]
     if isinstance(config, Config):
         reasons = [*refusals(config, (), count, name="draft_tp_size")]
-    if asked is not None and reasons:
+    if wanted is not None and reasons:
         raise ValueError(reasons[0])
     # two sums per layer, and one for the best columns
     is_faster = not reasons and draft.split_bytes >= BYTES_PER_SUM * (2 * config.num_layers + 1)
-    return count if asked is not None or is_faster else 1
+    return count if wanted is not None or is_faster else 1
 
 
 def refusals(
@@ -87,8 +87,8 @@ def refusals(
         modules = kind.mixer, kind.feed_forward
         if not SHARED.issuperset(modules):
             names = " and ".join(getattr(x, "__name__", repr(x)) for x in modules)
-            known = ", ".join(sorted(x.__name__ for x in SHARED))
-            yield f"{option} does not support layers of {names}; it needs those of {known}"
+            supported = ", ".join(sorted(x.__name__ for x in SHARED))
+            yield f"{option} does not support layers of {names}; it needs those of {supported}"
 
 
 def _kinds(config: Config) -> Sequence[LayerKind]:

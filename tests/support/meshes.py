@@ -64,7 +64,7 @@ def collectives(engine: Engine) -> dict[str, dict[str, int]]:
 
 
 def check_exchanges(engine: Engine, num_sums: int) -> None:
-    """Check that a pass has so many sums, and joins logits or finds the best by another sum."""
+    """Check that a pass has this number of sums, and joins logits or adds up the best."""
     found = collectives(engine)
     assert found.pop("greedy_round") == {"all-reduce": num_sums + 1}
     assert found
