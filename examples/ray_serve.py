@@ -4,10 +4,10 @@
     python examples/ray_serve.py --replicas 2 --context-length 512 --max-running-requests 4
     curl http://127.0.0.1:8000/v1/completions -d '{"prompt": "The sky is blue because"}'
 
-With --session-affinity, requests with the same header x-session-id go to one replica, whose prefix
-cache has the earlier turns of a conversation. The program has all engine options too. If
-SPECJAX_API_KEY is set in the environment, clients must send this key. SIGTERM or Ctrl-C ends the
-program.
+With --tp-size 2, each replica gets two GPUs of one host. With --session-affinity, requests with the
+same header x-session-id go to one replica, whose prefix cache has the earlier turns of a
+conversation. The program has all engine options too. If SPECJAX_API_KEY is set in the environment,
+clients must send this key. SIGTERM or Ctrl-C ends the program.
 """
 
 import argparse
@@ -56,7 +56,8 @@ def main() -> None:
     group.add_argument("--host", default="127.0.0.1")
     group.add_argument("--port", type=int, default=8000)
     group.add_argument("--replicas", type=int, default=2)
-    group.add_argument("--gpus", type=float, default=0, help="GPUs per replica (default: 0)")
+    text = "GPUs per replica (default: tp_size, or 0 if the cluster has none)"
+    group.add_argument("--gpus", type=float, help=text)
     group.add_argument("--requests", type=int, default=64, help="maximum per replica (default: 64)")
     group.add_argument("--shutdown-timeout", type=float, default=30.0)
     text = "send requests with the same header x-session-id to one replica"
@@ -64,15 +65,17 @@ def main() -> None:
     add_engine_options(parser, SERVING)
     args = parser.parse_args()
     router = {"request_router_config": SESSIONS} if args.session_affinity else {}
+    ray.init(include_dashboard=False)
+    gpus = getattr(args, "tp_size", 1) if ray.cluster_resources().get("GPU") else 0
     deployment = serve.deployment(
         **router,
         num_replicas=args.replicas,
         max_ongoing_requests=args.requests,
-        ray_actor_options={"num_gpus": args.gpus},
+        # Ray shows them to the replica alone, as devices 0 to tp_size - 1
+        ray_actor_options={"num_gpus": getattr(args, "gpus", gpus)},
         health_check_period_s=5,
         graceful_shutdown_timeout_s=args.shutdown_timeout,
     )
-    ray.init(include_dashboard=False)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     serve.start(http_options={"host": args.host, "port": args.port})
     key = os.environ.get("SPECJAX_API_KEY")

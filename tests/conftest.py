@@ -20,6 +20,7 @@ import pytest
 from hypothesis import settings
 
 from specjax.compiling.cache import CompileCache
+from specjax.models.placement import THREADS
 from specjax.runtime.runner import ModelRunner
 from specjax.testing import Files, write_files
 
@@ -31,8 +32,8 @@ settings.load_profile("fixed")
 QUICK = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
 if jax.__version_info__ < (0, 11):  # later versions reject the flag
     QUICK += " --xla_cpu_use_fusion_emitters=false"
-# for tests of properties that must hold on any device
-TWO_DEVICES = "--xla_force_host_platform_device_count=2"
+# for tests of properties that must hold on any device, and of several sides of two devices
+FOUR_DEVICES = "--xla_force_host_platform_device_count=4"
 COMPILED = Path(__file__).parents[1] / ".pytest_cache" / "compiled"
 CACHE = {
     "jax_compilation_cache_dir": str(COMPILED),
@@ -89,7 +90,8 @@ FULL = 2 * 2**30
 def pytest_configure(config: pytest.Config) -> None:
     """Configure XLA and JAX's cache for this process and for processes that tests start."""
     if not re.search(r"(?<!not )\bgpu\b", config.option.markexpr):
-        os.environ.setdefault("XLA_FLAGS", f"{QUICK} {TWO_DEVICES}")
+        os.environ.setdefault("XLA_FLAGS", f"{QUICK} {FOUR_DEVICES}")
+        os.environ.setdefault("PJRT_NPROC", str(4 * THREADS))
     for name, value in CACHE.items():
         if name.upper() not in os.environ:
             os.environ[name.upper()] = str(value)

@@ -37,6 +37,7 @@ class Checkpoint(Generic[C]):
     _network: ClassVar[Callable[..., Any]]  # builds the module of a configuration
     # whether ``quantization`` applies to its matrices if it is a draft
     quantises_drafts: ClassVar[bool] = True
+    is_in_memory: ClassVar[bool] = False  # its weights need no reading
 
     def quantised(self, kind: str | None, *, rounds_activations: bool = False) -> Self:
         """The same model with its matrices quantised as ``kind``; ``None``: as they are.

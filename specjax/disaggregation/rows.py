@@ -3,6 +3,9 @@
 Rows are per token, not per page, so the page sizes of the two sides may differ. An array of an
 algorithm's state is sent only if it has KV per token, that is, an axis of KV indices. The states of
 recurrent layers are sent once, with the inputs of a first round.
+
+Sent arrays are whole: on a mesh, its first device has the KV of all heads, once. The devices of the
+other side, of any number, get their heads of it.
 """
 
 import math
@@ -14,8 +17,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import SingleDeviceSharding
 
 from specjax.checks import check_integer
+from specjax.disaggregation.fingerprints import add_functions, fingerprint_of
+from specjax.disaggregation.heads import Cut, cuts_of, of_all_heads
 from specjax.kernels.kv_rows import finite_or_zero, gather_rows, scatter_rows
 from specjax.kv.recurrent import abstract_pool
 from specjax.models.declare import pool_shapes
@@ -162,30 +168,6 @@ def begin(
     return DeviceState(pools, stash_handover(future, slots, handed_over))
 
 
-def fingerprint(weight: jax.Array, number: jax.Array) -> jax.Array:
-    """Hash the bits of a weight and its number u32 ``[]`` to u32 ``[2]``."""
-    if weight.dtype == jnp.int4:  # has no bits of whole bytes
-        weight = weight.astype(jnp.int8)
-    bits = jax.lax.bitcast_convert_type(weight, jnp.dtype(f"uint{8 * weight.dtype.itemsize}"))
-    place = jnp.uint32(2) * number + jnp.uint32(1)
-    for axis, size in enumerate(weight.shape):
-        index = jax.lax.broadcasted_iota(jnp.uint32, weight.shape, axis)
-        place = place * jnp.uint32(size) + index
-    mixed = (bits.astype(jnp.uint32) ^ (place * jnp.uint32(2654435761))) * jnp.uint32(2246822519)
-    mixed = (mixed ^ (mixed >> 15)) * jnp.uint32(3266489917)
-    mixed = mixed ^ (mixed >> 13)
-    return jnp.stack([jnp.sum(mixed), jnp.sum(mixed * (2 * place + 1))])
-
-
-def joined(fingerprints: Sequence[jax.Array]) -> str:
-    """Combine the fingerprints of all weights into one."""
-    low = high = 0
-    for fingerprint in fingerprints:
-        words = np.asarray(fingerprint).tolist()
-        low, high = (31 * low + words[0]) % 2**32, (31 * high + words[1]) % 2**32
-    return f"{low:08x}{high:08x}"
-
-
 class KVTransfer:
     """Reads rows from a runner and writes rows to it; all functions are compiled at the start.
 
@@ -202,10 +184,16 @@ class KVTransfer:
         state = runner.abstract_state
         self._rows = jax.eval_shape(take_first, state, self._place.ints())
         self._states = jax.eval_shape(take_states, state.pools, self._place.ints())
-        self._forms: Any = {"axes": self._axes, "implementation": runner.config.implementation}
-        take = partial(take_rows, **self._forms)
+        forms: Any = {"axes": self._axes, "implementation": runner.config.implementation}
+        self._take: Any = partial(take_rows, **forms)
+        self._put: Any = partial(put_rows, **forms)
+        self._cuts: list[Cut] = []
+        if self._place.count > 1:
+            self._cuts = cuts_of(runner.networks, state, self._axes)
+            pair = self._take, self._put
+            self._take, self._put = of_all_heads(*pair, runner.networks, state, self._cuts)
         ints = self._place.ints
-        self._kv = {w: jax.eval_shape(take, state.pools, ints(w)) for w in self.widths}
+        self._kv = {w: jax.eval_shape(self._take, state.pools, ints(w)) for w in self.widths}
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -226,6 +214,8 @@ class KVTransfer:
             "grammar_backend": config.has_grammars,
             "kv": kv,
             "states": [[list(leaf.shape), str(leaf.dtype)] for leaf in self._states],
+            # devices have states in an order of their own
+            "tp_size": self._place.count if self._states else 1,
         }
         rows = [[list(row.shape), str(row.dtype)] for row in self._rows]
         return {"both": common, "rows": rows}
@@ -259,35 +249,44 @@ class KVTransfer:
         """Compile the functions of a prefill side (``gives``) or of a decode side."""
         runner, state = self._runner, self._runner.abstract_state
         add = runner.compiled.add
-        nets, number = runner.networks, jax.ShapeDtypeStruct((), jnp.uint32)
-        # one function per shape and dtype: a single one over all weights compiles slowly
-        kinds = {_fingerprint_key(w): w for w in (*nets.target.abstract, *nets.draft.abstract)}
-        for key, weight in kinds.items():
-            add(key, jax.jit(partial(fingerprint)), self._place.abstract((weight, number)))
+        add_functions(runner)
+        of_rows = self._results(self._place.sharding())
+        of_state = self._results(_shardings(state))
         for width in self.widths:
             index = self._place.ints(width)
             if gives:
-                take = jax.jit(partial(take_rows, **self._forms))
+                take = jax.jit(partial(self._take), **of_rows)
                 add(("take_rows", width), take, (state.pools, index))
             else:
-                put = jax.jit(partial(put_rows, **self._forms), donate_argnums=0)
-                kv = self._place.abstract(self._kv[width])
-                add(("put_rows", width), put, (state, index, kv))
+                put = jax.jit(partial(self._put), donate_argnums=0, **of_state)
+                add(("put_rows", width), put, (state, index, self._placed_rows(width)))
         if gives and self._rows:
-            add(("take_first",), jax.jit(partial(take_first)), (state, self._place.ints()))
+            take = jax.jit(partial(take_first), **of_rows)
+            add(("take_first",), take, (state, self._place.ints()))
         if not gives:
             if not self._states:
                 self._add_begin(None)
             self._add_begin(self._rows)
         runner.compiled.compile(show_progress=show_progress)
 
+    def _results(self, shardings: Any) -> dict[str, Any]:
+        """Options of ``jit``: where results are, on a mesh."""
+        return {} if self._place.count == 1 else {"out_shardings": shardings}
+
+    def _placed_rows(self, width: int) -> Any:
+        """Shapes of rows on the devices, which get their own heads unless several have the same."""
+        if self._place.count == 1:
+            return self._place.abstract(self._kv[width])
+        pairs = zip(self._kv[width], self._cuts, strict=True)
+        return tuple(self._place.abstract(leaf, cut.axis) for leaf, cut in pairs)
+
     def _add_begin(self, rows: tuple[Any, ...] | None) -> None:
-        runner = self._runner
-        start = jax.jit(partial(begin, algorithm=runner.config.algorithm), donate_argnums=0)
+        runner, state = self._runner, self._runner.abstract_state
+        how = self._results(_shardings(state)) | {"donate_argnums": 0}
+        start = jax.jit(partial(begin, algorithm=runner.config.algorithm), **how)
         shapes = (), (2,), (runner.config.context,), (1, SLOT.itemsize // 4)
         ints = [self._place.ints(*shape) for shape in shapes]
-        arguments = (runner.abstract_state, *ints, self._place.abstract(rows))
-        runner.compiled.add(_begin_key(rows), start, arguments)
+        runner.compiled.add(_begin_key(rows), start, (state, *ints, self._place.abstract(rows)))
 
     def expect(self, facts: dict[str, Any]) -> None:
         """Compile functions for a prefill side's rows; raise ValueError if its ``facts`` differ."""
@@ -313,19 +312,14 @@ class KVTransfer:
 
     def weights(self) -> str:
         """Return a fingerprint of the current weights; other weights almost surely have another."""
-        target, draft = self._runner.weights
-        fingerprints = [
-            self._runner.compiled[_fingerprint_key(weight)](weight, self.placed(np.uint32(number)))
-            for number, weight in enumerate((*target, *draft))
-        ]
-        return joined(fingerprints)
+        return fingerprint_of(self._runner)
 
     def _index(self, pages: Sequence[int], start: int, index: np.ndarray, count: int) -> jax.Array:
         """Write KV indices of ``count`` tokens to ``index`` i32 ``[W]``; return it on device."""
         size = self._runner.config.page_size
         places = np.arange(start, start + count)
         index[:count] = np.asarray(pages, np.int32)[places // size] * size + places % size
-        return self.placed(index)
+        return self._place.put(index)
 
     def take(self, pages: Sequence[int], start: int, end: int) -> Iterator[tuple[int, int, KV]]:
         """Yield KV of the tokens on these pages in pieces: first token, token count and arrays."""
@@ -334,32 +328,49 @@ class KVTransfer:
             count = min(end - start, self.widths[-1])
             width = pick_bucket(count, self.widths)
             index = self._index(pages, start, np.zeros(width, np.int32), count)
-            yield start, count, runner.compiled["take_rows", width](runner.on_device.pools, index)
+            kv = runner.call(("take_rows", width), runner.on_device.pools, index)
+            yield start, count, self._of_first_device(kv)
             start += count
 
     def take_first(self, slot: int) -> tuple[jax.Array, ...]:
         if not self._rows:
             return ()
-        return self._runner.compiled["take_first",](
-            self._runner.on_device, self._place.put(np.int32(slot))
-        )
+        there = self._place.put(np.int32(slot))
+        rows = self._runner.call(("take_first",), self._runner.on_device, there)
+        return self._of_first_device(rows)
 
-    def placed(self, arrays: Any) -> Any:
-        """Put arrays from the other side on this side's device."""
-        return self._place.put(arrays)
+    def _of_first_device(self, arrays: Any) -> Any:
+        """Arrays that are whole on each device, of the first one only."""
+        if self._place.count == 1:
+            return arrays
+        return jax.tree.map(lambda array: array.addressable_data(0), arrays)
+
+    def placed(self, kv: KV) -> KV:
+        """Put KV from the other side on this side's devices, if it has the shapes of these pools.
+
+        Otherwise :meth:`check_kv` will refuse it.
+        """
+        if self._place.count == 1:
+            return self._place.put(kv)
+        try:
+            self.check_kv(kv, 0)
+        except ValueError:
+            return kv
+        return jax.device_put(kv, _shardings(self._placed_rows(kv[0].shape[self._axis])))
 
     def hosted(self, arrays: Any) -> Any:
         """Start to copy arrays to pinned host memory (30 GB/s on an H200; pageable: 1.3 GB/s)."""
         if self._place.on_cpu:
             return arrays
-        return jax.device_put(arrays, self._place.sharding().with_memory_kind("pinned_host"))
+        pinned = SingleDeviceSharding(self._place.device, memory_kind="pinned_host")
+        return jax.device_put(arrays, pinned)
 
     def check_kv(self, kv: KV, count: int) -> None:
         """Raise ValueError if the arrays are not ``count`` rows of these pools."""
         width = kv[0].shape[self._axis] if kv and len(kv[0].shape) > self._axis else 0
         expected = [(leaf.shape, str(leaf.dtype)) for leaf in self._kv.get(width, ())]
         received = [(tuple(leaf.shape), str(leaf.dtype)) for leaf in kv]
-        if received != expected or count > width:
+        if not received or received != expected or count > width:
             raise ValueError(f"{count} rows of {received} do not fit pools of {expected}")
 
     def check_rows(self, rows: tuple[Any, ...] | None) -> None:
@@ -372,8 +383,8 @@ class KVTransfer:
         width, runner = kv[0].shape[self._axis], self._runner
         none = np.arange(width, dtype=np.int32) + runner.config.sizes.num_kv
         index = self._index(pages, start, none, count)
-        put = runner.compiled["put_rows", width]
-        runner.on_device = put(runner.on_device, index, self.placed(kv))
+        placed = self.placed(kv)
+        runner.on_device = runner.call(("put_rows", width), runner.on_device, index, placed)
 
     def begin(
         self, slot: int, text: Sequence[int], remaining: int, rows: tuple[Any, ...] | None
@@ -383,13 +394,13 @@ class KVTransfer:
         history[: len(text)] = text
         numbers = np.array([len(text) - 1, remaining], np.int32)
         sampling = pack_sampling(self._runner.tables.sampling[slot : slot + 1])
-        arguments = self.placed((np.int32(slot), numbers, history, sampling, rows))
+        arguments = self._place.put((np.int32(slot), numbers, history, sampling, rows))
         runner = self._runner
-        runner.on_device = runner.compiled[_begin_key(rows)](runner.on_device, *arguments)
+        runner.on_device = runner.call(_begin_key(rows), runner.on_device, *arguments)
 
 
-def _fingerprint_key(weight: Any) -> tuple[str, str]:
-    return "fingerprint", f"{weight.dtype}{list(weight.shape)}"
+def _shardings(tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: leaf.sharding, tree)
 
 
 def _begin_key(rows: tuple[Any, ...] | None) -> tuple[str, str]:

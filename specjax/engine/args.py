@@ -301,11 +301,10 @@ class EngineArgs:
             raise ValueError(
                 f"draft_tp_size={self.draft_tp_size} must be 1 or tp_size={self.tp_size}"
             )
-        if self.tp_size == 1:
-            return
-        for name in ("disaggregation_mode", "enable_deterministic_inference"):
-            if value := getattr(self, name):
-                raise ValueError(f"{name}={value!r} needs tp_size=1, not {self.tp_size}")
+        if self.tp_size > 1 and self.enable_deterministic_inference:
+            raise ValueError(
+                f"enable_deterministic_inference=True needs tp_size=1, not {self.tp_size}"
+            )
 
     def _check_text(self) -> None:
         """Refuse options about text that need a tokenizer or a library."""

@@ -38,17 +38,13 @@ def build_engine(
     ``compile_on_use`` is set, each function is compiled at its first use.
     """
     plan = plan_engine(args)
+    plan.networks.placement.check_others()
     if shared is not None and not plan.target.has_weights_of(shared[0].target):
         other = shared[0].target
         raise ValueError(
             f"share_weights_with must be an engine with the model {plan.target.path}, dtype "
             f"{plan.target.config.dtype} and matrices {plan.target.config.quantization}; got "
             f"{other.path}, {other.config.dtype} and {other.config.quantization}"
-        )
-    if shared is not None and args.tp_size != (there := shared[0].args.tp_size):
-        raise ValueError(
-            f"tp_size={args.tp_size} must be {there}, that of share_weights_with: both engines "
-            "hold the same pieces of weights"
         )
     if args.load_format != "dummy":
         for checkpoint in (plan.target, *plan.drafts):

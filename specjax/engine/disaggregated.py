@@ -11,10 +11,11 @@ from specjax.engine.engine import Engine
 
 
 class DisaggregatedEngine(Engine):
-    """An :class:`Engine` whose prompts are computed on another device of the process.
+    """An :class:`Engine` whose prompts are computed on other devices of the process.
 
     Long prompts then do not delay decoding. If the prefill side fails, this side computes prompts.
-    ``prefill`` has options that differ on the prefill side, which uses the next device by default.
+    ``prefill`` has options that differ on the prefill side, such as ``tp_size``. By default, it
+    uses the next devices.
     The attribute ``prefill`` is the engine of that side.
     """
 
@@ -33,7 +34,10 @@ class DisaggregatedEngine(Engine):
         decode = EngineArgs(model=model, disaggregation_mode="decode", **options)
         self._start(decode, share_weights_with, compile_on_use)
         try:
-            differing = {"base_gpu_id": decode.base_gpu_id + 1, "kv_events_config": None}
+            differing = {
+                "base_gpu_id": decode.base_gpu_id + decode.tp_size,
+                "kv_events_config": None,
+            }
             there = options | differing | dict(prefill or {})
             args = EngineArgs(model=model, disaggregation_mode="prefill", **there)
             self.prefill = Engine._of(args, self, compile_on_use)
@@ -58,7 +62,7 @@ class DisaggregatedEngine(Engine):
         return super().get_server_info() | {"prefill": self.prefill.get_server_info()}
 
     def close(self) -> None:
-        """Abort running requests and free the memory of both devices."""
+        """Abort running requests and free the device memory of both sides."""
         super().close()
         if (other := self.__dict__.get("prefill")) is not None:
             other.close()

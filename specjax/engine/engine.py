@@ -415,7 +415,7 @@ class Engine:
         """Replace some or all weights of the target or, with ``draft``, of the draft.
 
         Requests continue as with :meth:`update_weights_from_disk`. The tensors are copied (JAX
-        arrays on their own device). If the device cannot hold the copies, use several calls.
+        arrays on their own devices). If the devices cannot hold the copies, use several calls.
 
         Args:
             named_tensors: arrays by name, either Hugging Face names (with all parts of a fused
@@ -476,7 +476,7 @@ class Engine:
     ) -> None:
         if not allow_nonfinite:
             for weights in replacement:
-                check_finite(weights)
+                check_finite(weights, self.runner.networks.placement)
         for engine in self._engines:  # check all before any is changed
             engine.check_health()
         for engine in self._engines:

@@ -60,8 +60,9 @@ def _state(plan: EnginePlan, totals: Totals, controller: TierController | None) 
         and metric.needs in needs
         and (totals.drafts or not metric.name.startswith("spec_"))
     }
-    memory = {  # GB of 1e9 bytes
+    memory = {  # GB of 1e9 bytes, on each device
         "weight": plan.weight_bytes / 1e9,
+        "replicated_weight": plan.networks.replicated_bytes / 1e9,
         "states": plan.state_bytes / 1e9,
         "kvcache": plan.kv_bytes / 1e9,
         "temporary": plan.needs.temporary_bytes / 1e9,

@@ -26,6 +26,9 @@ def stream_weights(checkpoint: Checkpoint[Any]) -> Iterator[tuple[str, np.ndarra
     ValueError if a tensor does not fit the configuration or cannot be read.
     """
     checkpoint.check_weights()
+    if checkpoint.is_in_memory:
+        yield from checkpoint.load_weights().items()
+        return
     source, recipes = checkpoint.source(), checkpoint.recipes
     costs = {name: _cost(recipe, source) for name, recipe in recipes.items()}
     room = SIZES_AHEAD * max(map(_own_bytes, recipes.values()))

@@ -116,7 +116,7 @@ class EnginePlan:
         place, windows = self.networks.placement, ""
         kind, of_each = place.device.device_kind, ""
         if place.count > 1:
-            kind, of_each = f"{place.count} x {kind}", ", on each"
+            kind, of_each = f"{place.count} x {kind} (tp_size={place.count})", ", on each"
         states = f", states {self.state_bytes / 1e9:.2f} GB" if self.state_bytes else ""
         kv = "" if self.args.kv_cache_dtype == "auto" else f" of {self.args.kv_cache_dtype}"
         if tokens := config.max_window_tokens:

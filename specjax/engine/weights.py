@@ -23,6 +23,7 @@ from specjax.engine.plan import EnginePlan, open_drafts
 from specjax.models.declare import Recipe
 from specjax.models.flat import FlatModel, Weights
 from specjax.models.hot_head import hot_columns
+from specjax.models.pieces import are_equal, joined, moved, put_pieces
 from specjax.models.placement import Placement
 from specjax.runtime.runner import ModelRunner
 
@@ -43,47 +44,45 @@ def load_weights(
     with jax.default_device(placement.device):
         if shared is not None:
             base, runner = shared
-            is_here = base.networks.placement == placement
-            target, draft = runner.weights
-            if not is_here:
-                placed = nets.target.placed(placement), base.networks.draft.placed(placement)
-                target, draft = placement.move(runner.weights, placed)
+            there, (target, draft) = base.networks, runner.weights
+            places = there.placement, placement
+            target = moved(target, there.target, nets.target, places)
             pairs = zip(plan.drafts, base.drafts, strict=False)
-            is_split_alike = nets.draft.shards == base.networks.draft.shards
-            is_alike = len(plan.drafts) == len(base.drafts) and is_split_alike
-            if is_alike and all(a.has_weights_of(b) for a, b in pairs):
-                return target, draft
+            if len(plan.drafts) == len(base.drafts) and all(a.has_weights_of(b) for a, b in pairs):
+                return target, moved(draft, there.draft, nets.draft, places)
         elif is_dummy:
             drawn = nets.target.random(0, placement)
             target = placement.move(drawn, nets.target.placed(placement))
         else:
             _compile_checks(plan)
-            target = _streamed(plan.target, nets.target, placement)
+            target = nets.target.order(_streamed(plan.target, nets.target, placement))
         if is_dummy:
             drawn = nets.draft.random(1, placement)
             return target, placement.move(drawn, nets.draft.placed(placement))
-    named: dict[str, Any] = {
-        name: w for draft in plan.drafts for name, w in draft.load_weights().items()
-    }
+    named: dict[str, Any] = {}
     for checkpoint in plan.drafts:
-        checkpoint.compare_copies(dict(zip(nets.target.names, target, strict=True)))
-    named |= hot_columns(nets, target, named)
-    draft = nets.draft.put(nets.draft.order(named), placement)
+        named |= _streamed(checkpoint, nets.draft, placement)
+    with placement.in_order:
+        for checkpoint in plan.drafts:
+            checkpoint.compare_copies(dict(zip(nets.target.names, target, strict=True)))
+        named |= hot_columns(nets, target, named)
+    draft = nets.draft.order(named)
     loaded = [(checkpoint, nets.draft, draft) for checkpoint in plan.drafts]
     if shared is None:
         loaded.append((plan.target, nets.target, target))
     for checkpoint, flat, weights in loaded:
-        check_finite(dict(zip(flat.names, weights, strict=True)), checkpoint.path)
+        check_finite(dict(zip(flat.names, weights, strict=True)), placement, checkpoint.path)
     return target, draft
 
 
-def _streamed(checkpoint: Checkpoint[Any], flat: FlatModel[Any], place: Placement) -> Weights:
+def _streamed(
+    checkpoint: Checkpoint[Any], flat: FlatModel[Any], place: Placement
+) -> dict[str, Any]:
     """Put each weight as soon as it is read, and wait, so that its host memory is free again."""
-    weights = {
+    return {
         name: jax.block_until_ready(place.put_pieces(weight, flat.split(name)))
         for name, weight in stream_weights(checkpoint)
     }
-    return flat.order(weights)
 
 
 def weights_from_disk(
@@ -158,7 +157,12 @@ def weights_from_tensors(
     weights = {name: tensors.pop(name) for name in abstract if name in tensors}
     tensors = {owner.canonical_name(name): tensors[name] for name in tensors}
     used_names = set[str]()
-    source = unstacked(in_memory(jax.tree.map(np.asarray, tensors), NAMED), recipes)
+    # other tensors are cut, joined or quantised on the host
+    may_stay = {x.name for recipe in recipes.values() for x in recipe.parts} | {"lm_head.weight"}
+    for name, value in tensors.items():
+        if format is not None or name not in may_stay:
+            tensors[name] = np.asarray(value)
+    source = unstacked(in_memory(tensors, NAMED), recipes)
     source = quantised_source(source, recipes, format, signed=True)
     tensors = {name: source.read(name) for name in source.infos}
     for name, recipe in recipes.items():
@@ -167,13 +171,19 @@ def weights_from_tensors(
             used_names |= names
             if name in weights:
                 raise ValueError(f"named_tensors has {name!r} whole and in parts; give only one")
-            weights[name] = _from_parts(recipe, abstract[name].dtype, tensors)
+            arrays = _parts_of(recipe, abstract[name].dtype, tensors)
+            if recipe.layout is None and all(isinstance(x, jax.Array) for x in arrays.values()):
+                on_devices = [arrays[x.name] for x in recipe.parts]
+                weights[name] = joined(recipe, on_devices, flat.split(name), nets.placement)
+            else:
+                source = in_memory(jax.tree.map(np.asarray, arrays), NAMED)
+                weights[name] = make_weight(recipe, source, np.dtype(abstract[name].dtype))
     strays = sorted(n for n in tensors.keys() - used_names if not (weights and owner.is_ignored(n)))
     if strays:
         raise ValueError(f"named_tensors: {strays[:5]} are not weights of the model")
     table, output = weights.get("embedding.table"), tensors.get("lm_head.weight")
     if not draft and owner.config.tie_word_embeddings and table is not None and output is not None:
-        if not np.array_equal(np.asarray(output), np.asarray(table)):
+        if not are_equal(output, table, nets.placement):
             raise ValueError(
                 "named_tensors: 'lm_head.weight' differs from the embeddings, but the model has "
                 "tie_word_embeddings=True; leave it out"
@@ -200,12 +210,12 @@ def weights_from_tensors(
     return ({}, weights) if draft else (weights, {})
 
 
-def check_finite(weights: Mapping[str, Any], path: Path | None = None) -> None:
+def check_finite(weights: Mapping[str, Any], place: Placement, path: Path | None = None) -> None:
     """Raise ValueError if a weight, of the file ``path`` or of an update, is NaN or infinite."""
     floats = (name for name, x in weights.items() if jnp.issubdtype(x.dtype, jnp.floating))
     # all results are computed before the first is read
-    for name, is_finite in [(name, _is_finite(weights[name])) for name in floats]:
-        if not is_finite:
+    for name, is_finite in [(name, _is_finite(weights[name], place)) for name in floats]:
+        if not jax.device_get(is_finite):
             where, remedy = f" of {path}", "use another file"
             if path is None:
                 where, remedy = "", "fix the weight or set allow_nonfinite=True"
@@ -227,10 +237,12 @@ def _compile_checks(plan: EnginePlan) -> None:
     pool.shutdown(wait=False)
 
 
-def _is_finite(weight: Any) -> Any:
+def _is_finite(weight: Any, place: Placement) -> Any:
     devices = weight.devices() if isinstance(weight, jax.Array) else set()
     if len(devices) > 1 or any(device.platform != "cpu" for device in devices):
-        return _device_check(weight.shape, weight.dtype, weight.sharding)(weight)
+        check = _device_check(weight.shape, weight.dtype, weight.sharding)
+        with place.in_order:
+            return check(weight)
     # Viewed as integers, non-finite values are at least infinity; 5 times as fast as isfinite.
     array = np.asarray(weight)
     size = array.dtype.itemsize
@@ -248,12 +260,14 @@ def replace_weights(runner: ModelRunner, replacement: NewWeights) -> Iterator[No
     for flat, weights in zip((nets.target, nets.draft), replacement, strict=True):
         for i, name in enumerate(flat.names):
             if name in weights:
-                placed = nets.placement.put_pieces(weights[name], flat.split(name))
+                placed = put_pieces(weights[name], flat.split(name), nets.placement)
                 weight = jax.block_until_ready(placed)
                 runner.replace_weight(i, weight, draft=flat is nets.draft)
                 yield
     draft = dict(zip(nets.draft.names, runner.weights[1], strict=True))
-    for name, weight in hot_columns(nets, runner.weights[0], draft).items():
+    with nets.placement.in_order:
+        columns = hot_columns(nets, runner.weights[0], draft)
+    for name, weight in columns.items():
         runner.replace_weight(nets.draft.names.index(name), weight, draft=True)
         yield
 
@@ -288,7 +302,8 @@ def _copied(name: str, value: Any, dtype: Any) -> Any:
     return cast(array, dtype) if jnp.issubdtype(array.dtype, jnp.floating) else array
 
 
-def _from_parts(recipe: Recipe, dtype: Any, tensors: dict[str, Any]) -> np.ndarray:
+def _parts_of(recipe: Recipe, dtype: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+    """The tensors of a recipe, cast to ``dtype``."""
     names = [x.name for x in recipe.parts]
     if missing := [name for name in names if name not in tensors]:
         present = next(name for name in names if name in tensors)
@@ -296,9 +311,12 @@ def _from_parts(recipe: Recipe, dtype: Any, tensors: dict[str, Any]) -> np.ndarr
             f"named_tensors has {present!r} without {short(missing)}, which are parts of the same "
             "weight; give all parts"
         )
-    arrays = {x.name: np.asarray(tensors[x.name]) for x in recipe.parts}
+    arrays = {name: tensors[name] for name in names}
     for stored in recipe.parts:
-        if jnp.issubdtype(dtype, jnp.floating) and str(arrays[stored.name].dtype) in FLOATS:
-            arrays[stored.name] = cast(arrays[stored.name], dtype)  # scales may be in another dtype
+        array = arrays[stored.name]
+        if jnp.issubdtype(dtype, jnp.floating) and str(array.dtype) in FLOATS:
+            # scales may be in another dtype
+            is_here = isinstance(array, jax.Array)
+            arrays[stored.name] = array.astype(dtype) if is_here else cast(array, dtype)
         _check_fits(f"tensor {stored.name!r}", arrays[stored.name], stored.shape, dtype)
-    return make_weight(recipe, in_memory(arrays, NAMED), np.dtype(dtype))
+    return arrays

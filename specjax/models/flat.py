@@ -5,7 +5,7 @@ rebuilds the module from it.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -97,11 +97,6 @@ class FlatModel(Generic[M]):
 
         return tuple(map(leaf, self.abstract, map(self.split, self.names)))
 
-    def put(self, weights: Iterable[Any], placement: Placement) -> Weights:
-        """Put whole weights in the order of ``names``; each device gets its pieces."""
-        pairs = zip(self.names, weights, strict=True)
-        return tuple(placement.put_pieces(weight, self.split(name)) for name, weight in pairs)
-
     def random(self, seed: int, placement: Placement | None = None) -> Weights:
         """Draw random weights as ``initial`` states, on the device, without building the module.
 
@@ -181,6 +176,16 @@ class Networks:
     @property
     def weight_bytes(self) -> int:
         """Bytes of the weights on a device."""
-        leaves = (*self.target.placed(self.placement), *self.draft.placed(self.placement))
-        sizes = ((math.prod(x.sharding.shard_shape(x.shape)), x.dtype) for x in leaves)
-        return sum(size * dtype_bits(dtype) // 8 for size, dtype in sizes)
+        return sum(num_bytes for num_bytes, _ in self._sizes())
+
+    @property
+    def replicated_bytes(self) -> int:
+        """Bytes of the weights that each of several devices has whole."""
+        return sum(num_bytes for num_bytes, is_whole in self._sizes() if is_whole)
+
+    def _sizes(self) -> Iterator[tuple[int, bool]]:
+        """The bytes of each weight on a device, and whether each of several has all of it."""
+        for leaf in (*self.target.placed(self.placement), *self.draft.placed(self.placement)):
+            shape: tuple[int, ...] = leaf.sharding.shard_shape(leaf.shape)
+            num_bytes = math.prod(shape) * dtype_bits(leaf.dtype) // 8
+            yield num_bytes, self.placement.count > 1 and shape == leaf.shape

@@ -11,6 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from threading import Lock
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import jax
 import jax.numpy as jnp
@@ -31,8 +32,9 @@ DRIVERS = {13: 580, 12: 525}
 # with 4 threads, 3 devices wait for ever.
 THREADS = 8
 # Devices of a mesh wait for each other, so all of them must run the calls of all engines and
-# threads in one order.
-_IN_ORDER = Lock()
+# threads in one order. There is a lock for each set of devices that engines use.
+_IN_ORDER: dict[frozenset[jax.Device], Lock] = {}
+_IN_USE = WeakKeyDictionary[Any, "Placement"]()  # by what uses the devices
 
 
 def driver_version() -> str:
@@ -109,13 +111,15 @@ class Placement:
                 f"base_gpu_id={index} must be below {len(devices)}, the number of devices of kind "
                 f"{devices[0].device_kind}"
             )
+        is_chosen = "cpu" in (jax.config.jax_platforms or "")  # type: ignore[attr-defined]
+        reason = None if devices[0].platform != "cpu" or is_chosen else unused_gpu()
         if index + count > len(devices):
             raise ValueError(
-                f"tp_size={count} from base_gpu_id={index} on exceeds {len(devices)}, the number "
-                f"of devices of kind {devices[0].device_kind}; lower tp_size or base_gpu_id"
+                f"tp_size={count} needs {count} devices from base_gpu_id={index} on, but this "
+                f"process has {len(devices)} of kind {devices[0].device_kind}; lower tp_size to at "
+                f"most {len(devices) - index}{'' if reason is None else f'; {reason}'}"
             )
-        is_chosen = "cpu" in (jax.config.jax_platforms or "")  # type: ignore[attr-defined]
-        if devices[index].platform == "cpu" and not is_chosen and (reason := unused_gpu()):
+        if reason is not None:
             logger.warning("running on the CPU: %s", reason)
         return cls(tuple(devices[index : index + count]))
 
@@ -135,7 +139,31 @@ class Placement:
     @property
     def in_order(self) -> AbstractContextManager[Any]:
         """Hold this while a function is dispatched."""
-        return nullcontext() if self.count == 1 else _IN_ORDER
+        if self.count == 1:
+            return nullcontext()
+        return _IN_ORDER.setdefault(frozenset(self.devices), Lock())
+
+    def check_others(self) -> None:
+        """Raise ValueError if another mesh in use has some of these devices, but not all.
+
+        Their calls have no common order, so the devices could wait for each other for ever.
+        """
+        for mesh in list(_IN_USE.values()):
+            ids, others = ([x.id for x in place.devices] for place in (self, mesh))
+            if 1 not in (self.count, mesh.count) and set(ids) != set(others) and {*ids} & {*others}:
+                raise ValueError(
+                    f"tp_size={self.count} on devices {ids}: another engine of this process has "
+                    f"devices {others}; choose base_gpu_id and tp_size so that both have the same "
+                    "devices, or none in common"
+                )
+
+    def reserve(self, user: Any) -> None:
+        """Keep overlapping meshes away until ``user`` releases the devices or is gone."""
+        self.check_others()
+        _IN_USE[user] = self
+
+    def release(self, user: Any) -> None:
+        _IN_USE.pop(user, None)
 
     @cached_property
     def mesh(self) -> Mesh:

@@ -1,7 +1,7 @@
 """ModelRunner: holds weights, KV pools and rows on the device, and runs compiled functions."""
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -188,6 +188,7 @@ class ModelRunner:
 
         Pools start as zeros, because new memory may hold NaN, and a masked NaN is still NaN.
         """
+        self.networks.placement.reserve(self)
         self.weights = (target, draft)
         # compile this function here, because reset() may run in a thread with other JAX settings
         self._empty_state = self.networks.placement.zeros(self.abstract_state)
@@ -218,6 +219,7 @@ class ModelRunner:
 
     def unload(self) -> None:
         self._slots_on_device.clear()
+        self.networks.placement.release(self)
         del self.weights, self.on_device
 
     def replace_weight(self, index: int, weight: jax.Array, *, draft: bool) -> None:
@@ -255,7 +257,7 @@ class ModelRunner:
         history = np.zeros(self.config.context, np.int32)
         history[: len(token_ids)] = token_ids
         arguments = self.networks.placement.put((np.int32(slot), history))
-        future = self.compiled["record_cached",](self.on_device.future, *arguments)
+        future = self.call(("record_cached",), self.on_device.future, *arguments)
         self.on_device = replace(self.on_device, future=future)
 
     def set_pages(self, slot: int, pages: Sequence[int], start: int = 0, pool: int = 0) -> None:
@@ -272,6 +274,12 @@ class ModelRunner:
     def clear_slot(self, slot: int) -> None:
         """Detach a slot from its pages; rounds in flight run before those of the next request."""
         self.tables.clear(slot)
+
+    def call(self, key: Hashable, *inputs: Any) -> Any:
+        """Dispatch a compiled function, in an order that all devices of a mesh share."""
+        function = self.compiled[key]
+        with self.networks.placement.in_order:
+            return function(*inputs)
 
     def _inputs(self, slots: Sequence[int]) -> tuple[Any, ...]:
         """Return the first arguments of every compiled function, for these request slots."""
@@ -314,10 +322,11 @@ class ModelRunner:
         fitting = [width for width in buckets if config.max_chunks(width) >= len(chunks)]
         width = pick_bucket(sum(len(chunk.tokens) for chunk in chunks), fitting)
         packed = pack_chunks(chunks, width, config.max_chunks(width))
-        prefill, packed = self.compiled[name, width], self.networks.placement.put(packed)
-        inputs = self._inputs([chunk.slot for chunk in chunks])
-        with self.networks.placement.in_order:
-            self.on_device, out = prefill(*inputs, packed)
+        packed, inputs = (
+            self.networks.placement.put(packed),
+            self._inputs([chunk.slot for chunk in chunks]),
+        )
+        self.on_device, out = self.call((name, width), *inputs, packed)
         return self._dispatched(out, [chunk.slot for chunk in chunks if chunk.following is None])
 
     def take_routes(self, pages: Sequence[int], start: int, end: int) -> list[RoutesPiece]:
@@ -331,7 +340,7 @@ class ModelRunner:
             index = np.zeros(ROUTES_PER_CALL, np.int32)
             index[: len(places)] = table[places // size] * size + places % size
             pool, index_there = self.on_device.pools.target[-1], self.networks.placement.put(index)
-            values = self.compiled["take_routes",](pool, index_there)
+            values = self.call(("take_routes",), pool, index_there)
             values.copy_to_host_async()
             pieces.append(RoutesPiece(values, len(places)))
             self._routes.append(pieces[-1])
@@ -408,10 +417,8 @@ class ModelRunner:
         batch = len(padded)
         if self._watch and not self.compiled.has(("watched", tier, batch)):
             self._add(self._functions().split_round(tier, batch, watched=True))
-        function = self.compiled[name, tier, batch]
         inputs = (*self._inputs(slots), padded, *inputs)
-        with self.networks.placement.in_order:
-            self.on_device, out = function(*inputs)
+        self.on_device, out = self.call((name, tier, batch), *inputs)
         return out
 
     def _dispatched(

@@ -243,8 +243,12 @@ def device_memory(device: jax.Device) -> int:
 
 
 def least_memory(placement: Placement) -> int:
-    """Number of bytes that the process can allocate on each of the devices."""
-    return min(map(device_memory, placement.devices))
+    """Number of bytes that the process can allocate on each of the devices.
+
+    Several devices of a CPU share its memory.
+    """
+    memory = min(map(device_memory, placement.devices))
+    return memory // placement.count if placement.on_cpu else memory
 
 
 def plan_pages(

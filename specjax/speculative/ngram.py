@@ -52,6 +52,8 @@ class CorpusConfig:
 class Corpus(Checkpoint[Any]):
     """A corpus read from a file and sorted for search: ``tokens`` i32 [N] and ``order`` i32 [P]."""
 
+    is_in_memory: ClassVar[bool] = True
+
     def quantised_draft(self, kind: str | None, *, rounds_activations: bool = False) -> "Corpus":
         return self
 

@@ -3,7 +3,10 @@
 Dense decoding runs on one device with weights from the files, and without a KV cache.
 """
 
+import json
 import os
+import subprocess
+import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,12 +21,10 @@ from specjax.models.decoder import CausalLM
 from specjax.models.flat import FlatModel
 from specjax.models.mesh import INT4_VERSION
 from specjax.runtime.runner_config import RunnerConfig
-from specjax.testing import Files, letter_tokenizer
-from specjax.testing.dense import Job, dense_decode
+from specjax.testing import Files, Job, dense_decode, letter_tokenizer
 from specjax.testing.files import CONFIG, write_head
 
 from ..support import mxfp4_files
-from ..support.engine_process import Process
 from ..support.meshes import (
     PROMPTS,
     check_bytes,
@@ -223,27 +224,57 @@ def test_states_are_split_by_heads(name: str, options: Options, hybrids: dict[st
         check_bytes(made)
 
 
-def test_four_devices_share_two_kv_heads(
-    files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In a process with as many devices."""
-    flags = os.environ["XLA_FLAGS"].replace("device_count=2", "device_count=4")
-    monkeypatch.setenv("XLA_FLAGS", flags)
+def test_four_devices_share_two_kv_heads(files: Files, tmp_path: Path) -> None:
     config = replace(CONFIG, model_type="olmo2", vocab_size=100)
     path = write_model(tmp_path / "target", config, tokenizer=letter_tokenizer())
-    options = files.arguments(speculative=False, target=path, tp_size=4, page_size=1)
-    process = Process(**options, speculative_algorithm="NGRAM", compile_on_use=True)
-    target = open_target(path, dtype="float32")
-    weights = tuple(FlatModel.of(partial(CausalLM, config)).order(target.load_weights()))
-    try:
-        for settings in ({"temperature": 0.0}, {"temperature": 0.8, "sampling_seed": 3}):
-            asked = {"max_new_tokens": 24, "ignore_eos": True} | settings
-            outputs = process.ask("generate", input_ids=PROMPTS, sampling_params=asked)
-            for prompt, output in zip(PROMPTS, outputs, strict=True):
-                job = Job(prompt=tuple(prompt), params=SamplingParams(**asked), seed=3)
-                assert output["output_ids"] == dense_decode(weights, job, target.config).tokens
-    finally:
-        process.close()
+    options: Options = {"speculative_algorithm": "NGRAM", "draft": None, "page_size": 1}
+    with replace(files, target=path).engine(tp_size=4, speculative=False, **options) as made:
+        check_dense(made, dense_weights(made))
+        assert not replicas_that_differ(made)
+
+
+@pytest.fixture(scope="module")
+def wide(files: Files, tmp_path_factory: pytest.TempPathFactory) -> Files:
+    """A model with 8 KV heads."""
+    config = replace(CONFIG, num_heads=8, num_kv_heads=8, vocab_size=104)
+    folder = tmp_path_factory.mktemp("wide") / "target"
+    return replace(files, target=write_model(folder, config, tokenizer=letter_tokenizer()))
+
+
+def test_four_devices(wide: Files) -> None:
+    options: Options = {"speculative_algorithm": "NGRAM", "draft": None}
+    with wide.engine(tp_size=4, **options) as made:
+        assert len(made.runner.on_device.pools.target[0].addressable_shards) == 4
+        check_dense(made, dense_weights(made))
+        assert not replicas_that_differ(made)
+
+
+@pytest.mark.long
+def test_eight_devices(wide: Files) -> None:
+    """In a process of its own, because the others have four."""
+    options = {"speculative_algorithm": "NGRAM", "dtype": "float32", "compile_cache_dir": None}
+    options |= {"tp_size": 8, "max_running_requests": 4, "batch_buckets": [4]}
+    params = {"max_new_tokens": 24, "temperature": 0.8, "sampling_seed": 3, "ignore_eos": True}
+    code = (
+        "import json, sys; from specjax import Engine\n"
+        "if __name__ == '__main__':\n"
+        "    path, options, prompts, params = json.loads(sys.argv[1])\n"
+        "    with Engine(path, **options) as engine:\n"
+        "        results = engine.generate(input_ids=prompts, sampling_params=params)\n"
+        "    print(json.dumps([result['output_ids'] for result in results]))\n"
+    )
+    inputs = json.dumps([str(wide.target), options, PROMPTS, params])
+    flags = "--xla_backend_optimization_level=0 --xla_force_host_platform_device_count=8"
+    env = {**os.environ, "XLA_FLAGS": flags, "PJRT_NPROC": "64", "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-c", code, inputs]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr
+    target = open_target(wide.target, dtype="float32")
+    weights = tuple(FlatModel.of(partial(CausalLM, target.config)).order(target.load_weights()))
+    decode = SamplingParams.of(params)
+    for prompt, output_ids in zip(PROMPTS, json.loads(done.stdout), strict=True):
+        job = Job(prompt=tuple(prompt), params=decode, seed=3)
+        assert output_ids == dense_decode(jax.device_put(weights), job, target.config).tokens
 
 
 @pytest.mark.parametrize("draft_tp_size", [1, 2])

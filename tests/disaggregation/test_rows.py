@@ -6,7 +6,8 @@ import jax
 import numpy as np
 import pytest
 
-from specjax.disaggregation.rows import KVTransfer, check_facts, fingerprint, joined, token_axes
+from specjax.disaggregation.fingerprints import fingerprint, joined
+from specjax.disaggregation.rows import KVTransfer, check_facts, token_axes
 from specjax.runtime.runner import ModelRunner
 from specjax.speculative.future_map import stash_handover
 from specjax.types import DraftShape

@@ -3,6 +3,7 @@
 import json
 import tracemalloc
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +11,10 @@ from safetensors.numpy import load_file, save_file
 
 from specjax.checkpoints import open_target
 from specjax.engine import loading
+from specjax.engine.args import EngineArgs
 from specjax.engine.loading import stream_weights
+from specjax.engine.plan import plan_engine
+from specjax.engine.weights import load_weights
 from specjax.testing import Files
 
 LARGEST = 9  # sizes of the largest weight that a load may take of host memory
@@ -82,3 +86,17 @@ def test_a_reader_that_stops_early_ends_the_threads(files: Files) -> None:
     stream.close()
     with pytest.raises(StopIteration):
         next(stream)
+
+
+def test_drafts_stream_too(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = plan_engine(EngineArgs(**files.arguments()))
+    (draft,) = plan.drafts
+    at_once = draft.load_weights()
+
+    def fail(checkpoint: Any) -> Any:
+        raise AssertionError("all weights are in host memory at once")
+
+    monkeypatch.setattr(type(draft), "load_weights", fail)
+    _, weights = load_weights(plan)
+    for name, weight in zip(plan.networks.draft.names, weights, strict=True):
+        assert np.array_equal(weight, at_once[name])

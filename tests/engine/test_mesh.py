@@ -1,6 +1,7 @@
 """An engine whose target is split over two devices writes the texts of one device."""
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 from specjax import Engine, SamplingParams
 from specjax.checkpoints import open_target
+from specjax.compiling.pool import CompilePool
 from specjax.config import Quantization
 from specjax.engine.args import EngineArgs
 from specjax.engine.plan import plan_engine
@@ -22,16 +24,19 @@ from specjax.models.layers import Attention
 from specjax.models.mesh import draft_shards, refusals
 from specjax.models.registry import FAMILIES
 from specjax.runtime.runner_config import RunnerConfig
+from specjax.scheduling.loop import EngineFault
 from specjax.testing import Files
 from specjax.testing.files import HEAD
 from specjax.testing.models import EAGLE3, TARGET
 
+from ..support.compilation import counted_compilations
 from ..support.meshes import (
     PROMPTS,
     check_bytes,
     check_dense,
     check_exchanges,
     dense_weights,
+    nothing_passes_the_host,
     passes,
     replicas_that_differ,
 )
@@ -101,7 +106,14 @@ def check_shares(made: Engine, *, splits_draft: bool) -> None:
         assert [shard.data.shape for shard in each.addressable_shards] == [own] * COUNT
     check_bytes(made)
     plan = made._plan
-    assert "on 2 x cpu" in plan.describe()[-1]
+    assert "on 2 x cpu (tp_size=2): weights " in plan.describe()[-1]
+    info = made.get_server_info()
+    usage = info["internal_states"][0]["memory_usage"]
+    assert info["tp_size"] == COUNT
+    assert usage["weight"] * 1e9 == pytest.approx(runner.networks.weight_bytes)
+    held = jax.tree.leaves(runner.weights)
+    whole = sum(weight.nbytes for weight in held if weight.is_fully_replicated)
+    assert usage["replicated_weight"] * 1e9 == pytest.approx(whole)
     assert ("draft split over 2 devices" in plan.describe()[1]) == splits_draft
 
 
@@ -251,7 +263,6 @@ def test_layers_of_other_packages_are_refused(monkeypatch: pytest.MonkeyPatch) -
         ({**EAGLE_OPTIONS, "draft_tp_size": 3, "tp_size": 2}, "draft_tp_size=3 must be 1 or tp_"),
         ({"draft_tp_size": 2, "tp_size": 2}, "'draft_tp_size'.* have no effect"),
         ({"tp_size": 2, "enable_deterministic_inference": True}, "inference=True needs tp_size=1"),
-        ({"tp_size": 2, "disaggregation_mode": "decode"}, "mode='decode' needs tp_size=1, not 2"),
     ],
 )
 def test_options_that_exclude_each_other_are_refused(options: dict[str, Any], text: str) -> None:
@@ -259,22 +270,102 @@ def test_options_that_exclude_each_other_are_refused(options: dict[str, Any], te
         EngineArgs(**options)
 
 
-def test_engines_name_what_they_cannot_split(files: Files, pair: Engine) -> None:
+def test_engines_name_what_they_cannot_split(files: Files) -> None:
     for options, text in (
-        ({"tp_size": 1 + len(jax.devices())}, "tp_size=.* exceeds"),
+        ({"tp_size": 1 + len(jax.devices())}, "tp_size=.* devices from base_gpu_id=0 on"),
         ({"tp_size": 2, "quantization": "int4"}, "tp_size=2 (needs jax|cuts .* of 128)"),
     ):
         with pytest.raises(ValueError, match=text):
             plan_engine(EngineArgs(**files.arguments(**options)))
-    with pytest.raises(ValueError, match="tp_size=1 must be 2, that of share_weights_with"):
-        files.engine(share_weights_with=pair)
+
+
+def test_meshes_that_overlap_are_refused(files: Files, pair: Engine) -> None:
+    text = r"tp_size=2 on devices \[1, 2\]: another engine of this process has devices \[0, 1\]"
+    with pytest.raises(ValueError, match=text):
+        files.engine(tp_size=COUNT, base_gpu_id=1)
+
+
+def test_rounds_compile_nothing_and_copy_nothing_unasked(pair: Engine) -> None:
+    def run() -> None:
+        for drawn in ({"temperature": 0.0}, PROCESSED):
+            params = {"max_new_tokens": 6, "ignore_eos": True} | drawn
+            pair.flush_cache()
+            pair.generate(input_ids=PROMPTS[:2], sampling_params=params, return_logprob=True)
+
+    run()
+    with nothing_passes_the_host(), counted_compilations() as compiled:
+        run()
+    assert not compiled
 
 
 @pytest.mark.slow
-def test_weights_of_a_mesh_are_shared(files: Files, pair: Engine) -> None:
+def test_two_engines_share_weights_and_devices(files: Files, pair: Engine) -> None:
+    """Their threads dispatch at the same time, and no device waits for ever."""
     with files.small(tp_size=COUNT, share_weights_with=pair, speculative=False) as other:
         assert other.runner.weights[0][0] is pair.runner.weights[0][0]
-        check_dense(other, dense_weights(pair))
+        weights = dense_weights(pair)
+        with ThreadPoolExecutor(2) as executor:
+            checks = [executor.submit(check_dense, x, weights) for x in (pair, other) * 3]
+            for check in checks:
+                check.result()
+
+
+def test_calls_over_a_mesh_have_one_order(pair: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    place, keys = pair.runner.networks.placement, set()
+
+    def get(pool: CompilePool, key: Any) -> Any:
+        def run(*inputs: Any) -> Any:
+            keys.add(key[0])
+            assert place.in_order.locked()  # type: ignore[attr-defined]
+            return function(*inputs)
+
+        function = dict.__getitem__(pool, key)
+        return run
+
+    monkeypatch.setattr(CompilePool, "__getitem__", get, raising=False)
+    params = {"max_new_tokens": 8, "repetition_penalty": 1.1}
+    for _ in range(2):  # the second text has a cached prefix, whose tokens are recorded
+        pair.generate(input_ids=PROMPTS[-1], sampling_params=params)
+    assert keys == {"prefill", "round", "record_cached"}
+    with ThreadPoolExecutor(1) as executor:
+        with place.in_order:
+            asked = executor.submit(pair.generate, input_ids=PROMPTS[0], sampling_params=params)
+            with pytest.raises(TimeoutError):
+                asked.result(timeout=0.2)
+        asked.result(timeout=60)
+
+
+@pytest.mark.slow
+def test_a_device_that_fails_ends_all_requests(
+    files: Files, pair: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that run and that wait, in a batch and in a stream; the engine can be closed."""
+    made = files.engine(tp_size=COUNT, share_weights_with=pair)
+    call, num_rounds = made.runner.call, 0
+
+    def failing(key: Any, *inputs: Any) -> Any:
+        nonlocal num_rounds
+        num_rounds += key[0] == "round"
+        if num_rounds == 3:
+            raise jax.errors.JaxRuntimeError("INTERNAL: device 1 fell off")
+        return call(key, *inputs)
+
+    monkeypatch.setattr(made.runner, "call", failing)
+    params = {"max_new_tokens": 60, "ignore_eos": True}
+    asked = [
+        lambda: made.generate(input_ids=PROMPTS * 3, sampling_params=params),
+        lambda: [*made.generate(input_ids=PROMPTS[0], sampling_params=params, stream=True)],
+        lambda: made.update_weights_from_tensor({"norm.scale": np.ones(32, np.float32)}),
+    ]
+    with ThreadPoolExecutor(2) as executor:
+        for answer in [*map(executor.submit, asked[:2])]:
+            with pytest.raises(EngineFault, match="device 1 fell off"):
+                answer.result(timeout=60)
+    for ask in asked:
+        with pytest.raises(EngineFault, match="device 1 fell off"):
+            ask()
+    made.close()
+    assert check_dense(pair, dense_weights(pair)) > 20  # its calls are not held up
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ from specjax.checkpoints import open_target
 from specjax.checkpoints.draft import DraftCheckpoint
 from specjax.checkpoints.quantization import quantise, to_e4m3
 from specjax.config import Quantization
-from specjax.disaggregation.rows import fingerprint
+from specjax.disaggregation.fingerprints import fingerprint
 from specjax.engine.args import EngineArgs
 from specjax.engine.plan import plan_engine
 from specjax.engine.weights import weights_from_tensors

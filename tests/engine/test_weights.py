@@ -25,6 +25,7 @@ from specjax.engine.weights import load_weights, weights_from_tensors
 from specjax.models.block import BlockDraft
 from specjax.models.decoder import CausalLM
 from specjax.models.flat import FlatModel
+from specjax.models.placement import Placement
 from specjax.scheduling.loop import EngineFault
 from specjax.testing import Files, letter_tokenizer, num_held
 
@@ -144,7 +145,8 @@ def test_weights_under_checkpoint_names(engine, new_engine, others) -> None:
 def test_float32_is_cast_for_a_bfloat16_engine(files: Files, others) -> None:
     """As when the same checkpoint is read in bfloat16; needs no engine."""
     half, expected = (open_target(path, dtype="bfloat16") for path in (files.target, others[0]))
-    nets = SimpleNamespace(target=FlatModel.of(partial(CausalLM, half.config)))
+    flat = FlatModel.of(partial(CausalLM, half.config))
+    nets = SimpleNamespace(target=flat, placement=Placement.on())
     plan: Any = SimpleNamespace(networks=nets, target=half, drafts=())
     given = tensors_of(others[0])
     assert {tensor.dtype for tensor in given.values()} == {np.dtype(np.float32)}

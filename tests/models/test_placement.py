@@ -1,5 +1,7 @@
 """Arrays on several devices: whole on each, or in pieces."""
 
+from weakref import WeakKeyDictionary
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from specjax.models import placement
 from specjax.models.placement import Placement
 from specjax.models.shards import Split
 
@@ -93,5 +96,33 @@ def test_one_device_needs_no_mesh() -> None:
 
 def test_too_few_devices_are_named() -> None:
     count = len(jax.devices())
-    with pytest.raises(ValueError, match=rf"tp_size={count} from base_gpu_id=1 on exceeds {count}"):
+    text = (
+        rf"tp_size={count} needs .* has {count} of kind cpu; lower tp_size to at most {count - 1}"
+    )
+    with pytest.raises(ValueError, match=text):
         Placement.on(1, count)
+
+
+class User:
+    """An object that reserves devices, as an engine does."""
+
+
+def test_meshes_in_use_are_equal_or_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One device may be part of a mesh, because its calls wait for no other device."""
+    monkeypatch.setattr(placement, "_IN_USE", WeakKeyDictionary())
+    pair, mesh_user, user = Placement.on(0, 2), User(), User()
+    assert pair.in_order is Placement.on(0, 2).in_order
+    assert pair.in_order is not Placement.on(2, 2).in_order
+    Placement.on(1, 2).reserve(mesh_user)
+    Placement.on(1).reserve(user)
+    Placement.on(1, 2).check_others()
+    Placement.on(3).check_others()
+    for place in (pair, Placement.on(0, 4), Placement.on(2, 2)):
+        with pytest.raises(ValueError, match=r"devices \[1, 2\]; choose base_gpu_id and tp_size"):
+            place.check_others()
+    del mesh_user  # engines need not be closed
+    pair.reserve(user)
+    with pytest.raises(ValueError, match="tp_size=4 on devices"):
+        Placement.on(0, 4).check_others()
+    pair.release(user)
+    Placement.on(0, 4).check_others()

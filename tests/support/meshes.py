@@ -2,10 +2,13 @@
 
 import re
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import jax
 import numpy as np
+import pytest
 
 from specjax import Engine, SamplingParams
 from specjax.models.flat import FlatModel, Weights
@@ -83,3 +86,26 @@ def replicas_that_differ(engine: Engine) -> list[str]:
             for other in leaf.addressable_shards
         )
     ]
+
+
+@contextmanager
+def nothing_passes_the_host() -> Iterator[None]:
+    """In all threads, no array is uploaded unasked, and the pieces of none are joined on the host.
+
+    A guard of JAX sees no reads from a CPU, where an array of one device needs no copy.
+    """
+    array = type(jax.numpy.zeros(1))
+    value = vars(array)["_value"]
+
+    def read(self: Any) -> Any:
+        assert self.size == 1 or self.is_fully_replicated, f"{self.shape} was read on the host"
+        return value.fget(self)
+
+    guard = jax.config.jax_transfer_guard  # type: ignore[attr-defined]
+    jax.config.update("jax_transfer_guard", "disallow")
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(array, "_value", property(read))
+            yield
+    finally:
+        jax.config.update("jax_transfer_guard", guard)
