@@ -46,6 +46,7 @@ class Quantization:
     has_zeros: bool = False  # groups have zero points
     rounds_activations: bool = False  # products round the rows of activations to 8 bits too
     plain: tuple[str, ...] = ()
+    packing: str = field(default="", compare=False)  # of GPTQ and AWQ files, which functions ignore
 
     def __post_init__(self) -> None:
         if self.kind not in QUANTISED:
@@ -60,9 +61,10 @@ class Quantization:
         groups = "" if self.group is None else f" in groups of {self.group}"
         zeros = " with zero points" if self.has_zeros else ""
         rounded = ", also activations" if self.rounds_activations else ""
+        packing = f", from {self.packing}" if self.packing else ""
         ellipsis = ", ..." if len(self.plain) > 3 else ""
         without = f", without {', '.join(self.plain[:3])}{ellipsis}" if self.plain else ""
-        return f"{self.kind}{groups}{zeros}{rounded}{without}"
+        return f"{self.kind}{groups}{zeros}{rounded}{packing}{without}"
 
     @property
     def dtype(self) -> np.dtype:

@@ -22,10 +22,13 @@ from specjax.checkpoints.huggingface import (
     check_feature_layers,
     draft_sizes,
     draft_windows,
+    has_tensor,
+    with_plain,
 )
 from specjax.checkpoints.keys import ReadFields, refuse_unread
+from specjax.checkpoints.packed_files import open_weights
 from specjax.checkpoints.target import TargetCheckpoint, default_block_draft, locate
-from specjax.checkpoints.tensors import TensorSource, open_directory
+from specjax.checkpoints.tensors import TensorSource
 from specjax.checks import check_integer
 from specjax.config import MAX_STEPS, BlockConfig, Count
 from specjax.json_file import Fields, Flag, PositiveSize, Size
@@ -116,11 +119,11 @@ def open_block(
         ValueError: if the drafter is not found, not supported, ambiguous or for another target.
     """
     path = default_block_draft(target) if draft is None else locate(draft, "draft")
-    source = canonical_source(open_directory(path), canonical_name)
+    source = canonical_source(open_weights(path), canonical_name)
     config = block_config(path, source, target)
     if rope_theta is not None:
         config = dataclasses.replace(config, rope_theta=rope_theta)
-    return BlockCheckpoint(config, path, lambda: source)
+    return BlockCheckpoint(with_plain(config, lambda: source, BlockDraft), path, lambda: source)
 
 
 class _File:
@@ -148,7 +151,7 @@ class _File:
         return section.get(key, kind, default)
 
     def has(self, tensor: str) -> bool:
-        return tensor in self.source.infos
+        return has_tensor(self.source, tensor)
 
     def refused(self, feature: str) -> ValueError:
         supported = "DFlash, DSpark and, with speculative_algorithm='EAGLE3', P-EAGLE"

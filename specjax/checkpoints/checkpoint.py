@@ -35,7 +35,7 @@ class Checkpoint(Generic[C]):
     path: Path
     _open_source: Callable[[], TensorSource]
     _network: ClassVar[Callable[..., Any]]  # builds the module of a configuration
-    # whether ``quantization`` applies to its matrices if it is a draft
+    # whether ``quantization`` applies to its whole matrices if it is a draft
     quantises_drafts: ClassVar[bool] = True
     is_in_memory: ClassVar[bool] = False  # its weights need no reading
 
@@ -69,7 +69,7 @@ class Checkpoint(Generic[C]):
         """
         stored = self.config.quantization
         kind = kind if stored is None else stored.kind
-        is_whole = kind is None or not self.quantises_drafts
+        is_whole = kind is None or (stored is None and not self.quantises_drafts)
         if rounds_activations and is_whole:
             logger.warning("quantize_activations: the draft %s stays whole", self.path)
         elif rounds_activations and stored is not None and not stored.permits_rounding:

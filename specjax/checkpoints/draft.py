@@ -18,8 +18,9 @@ from specjax.checkpoints.huggingface import (
     huggingface_config,
     with_plain,
 )
+from specjax.checkpoints.packed_files import open_weights
 from specjax.checkpoints.target import TargetCheckpoint, embedded_head, locate, open_target
-from specjax.checkpoints.tensors import FLOATS, TensorSource, open_directory
+from specjax.checkpoints.tensors import TensorSource
 from specjax.config import BlockConfig, DraftConfig, ModelConfig
 from specjax.json_file import Fields, Size
 from specjax.models.eagle import MtpHead, build_head
@@ -147,7 +148,7 @@ def open_draft(
         ValueError: if the head is not found or does not fit the target.
     """
     path = embedded_head(target.name) if draft is None else locate(draft, "draft")
-    source = canonical_source(open_directory(path))
+    source = canonical_source(open_weights(path))
     if "hidden_norm.weight" in source.infos:
         raise ValueError(
             f"{path} is a block drafter; set speculative_algorithm='DSPARK' if it has a Markov "
@@ -161,7 +162,7 @@ def open_draft(
         )
     if rope_theta is not None:
         config = dataclasses.replace(config, rope_theta=rope_theta)
-    return DraftCheckpoint(config, path, lambda: source)
+    return DraftCheckpoint(with_plain(config, lambda: source, build_head), path, lambda: source)
 
 
 def open_draft_model(
@@ -268,7 +269,7 @@ def has_modules(draft: str | os.PathLike[str] | None, target: TargetCheckpoint) 
     described = path / "config.json"
     if not described.is_file():
         return False
-    return bool(module_prefixes(open_directory(path), Fields.read(described)))
+    return bool(module_prefixes(open_weights(path), Fields.read(described)))
 
 
 def open_mtp(
@@ -293,7 +294,7 @@ def open_mtp(
             f"draft={draft!r}: multi-token prediction modules can be read only from a Hugging Face "
             f"directory, and {path} is not one; pass draft=DIRECTORY"
         )
-    source = open_directory(path)
+    source = open_weights(path)
     fields = Fields.read(path / "config.json")
     model = huggingface_config(path, target.config.dtype, of_draft=True)
     prefixes = module_prefixes(source, fields)
@@ -319,10 +320,7 @@ def open_mtp(
         )
     windows, ropes = (values[:1] * num_modules for values in (model.windows, model.layer_ropes))
     if (format := model.quantization) is not None:
-        infos = (x for name, x in source.infos.items() if name.startswith(prefixes))
-        is_plain = all(info.dtype in FLOATS for info in infos)
-        stored_format = None if is_plain else dataclasses.replace(format, plain=())
-        model = dataclasses.replace(model, quantization=stored_format)
+        model = dataclasses.replace(model, quantization=dataclasses.replace(format, plain=()))
     sizes: Any = {"num_layers": num_modules, "windows": windows, "layer_ropes": ropes}
     sizes["first_layer"] = model.num_layers
     config = dataclasses.replace(model, rope_theta=theta, kv_exponents=(), **sizes)

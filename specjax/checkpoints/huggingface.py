@@ -10,19 +10,20 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from specjax.checkpoints.keys import ReadFields, refuse_unread
+from specjax.checkpoints.packed_files import open_weights
 from specjax.checkpoints.quantization import (
     PACKED,
     plain_projections,
     read_kv_exponents,
-    read_quantization,
 )
+from specjax.checkpoints.quantization_config import read_quantization
 from specjax.checkpoints.stacks import unstacked
-from specjax.checkpoints.tensors import TensorSource, open_directory
+from specjax.checkpoints.tensors import TensorSource
 from specjax.checks import short
-from specjax.config import DTYPES, Count, DraftConfig, Epsilon, ModelConfig
+from specjax.config import DTYPES, Count, DraftConfig, Epsilon, ModelConfig, TransformerConfig
 from specjax.json_file import Fields, Flag, PositiveSize, Size
 from specjax.models.decoder import CausalLM
 from specjax.models.family import sliding_layers
@@ -31,6 +32,8 @@ from specjax.models.layers import ACTIVATIONS
 from specjax.models.registry import FAMILIES, WRAPPERS, load_family, refusal
 from specjax.models.rope import read_rope
 from specjax.text.tokenizer import find_eos_token_id, unique_ids
+
+C = TypeVar("C", bound=TransformerConfig)
 
 logger = logging.getLogger(__name__)
 
@@ -85,15 +88,25 @@ def huggingface_config(directory: Path, dtype: str, *, of_draft: bool = False) -
     return with_plain(config.build(family.config, values), source)
 
 
-def with_plain(
-    config: ModelConfig, open_source: Callable[[], TensorSource], network: Any = CausalLM
-) -> ModelConfig:
-    """The configuration with the projections that a quantised checkpoint stores whole."""
+def with_plain(config: C, open_source: Callable[[], TensorSource], network: Any = CausalLM) -> C:
+    """The configuration with the projections that a quantised checkpoint stores whole.
+
+    If it stores all of them whole, they are not quantised.
+    """
     if (format := config.quantization) is None:
         return config
     recipes = recipes_of(network, config)
     plain = plain_projections(unstacked(open_source(), recipes), recipes)
-    return replace(config, quantization=replace(format, plain=plain))
+    names = {
+        x.name for key, recipe in recipes.items() if key.endswith(".values") for x in recipe.parts
+    }
+    is_whole = names == {f"{name}.weight" for name in plain}
+    return replace(config, quantization=None if is_whole else replace(format, plain=plain))
+
+
+def has_tensor(source: TensorSource, name: str) -> bool:
+    """Whether a file has a tensor, or the packed integers of one that is quantised."""
+    return name in source.infos or name + PACKED in source.infos
 
 
 def _report_unmatched(stated: Fields, source: TensorSource) -> None:
@@ -110,7 +123,7 @@ def _report_unmatched(stated: Fields, source: TensorSource) -> None:
 
 def open_text(directory: Path) -> TensorSource:
     """Open the tensors of a directory, of a model with images only those of its text model."""
-    source = open_directory(directory)
+    source = open_weights(directory)
     names = [name for name in source.infos if not OF_IMAGES.match(name)]
     named = {text_name(name): name for name in names}
     if hidden := sorted(set(names) - set(named.values())):
@@ -269,8 +282,13 @@ def check_feature_layers(
 
 
 def check_fc(source: TensorSource, in_size: int, meaning: str) -> None:
-    """Raise ValueError if the projection of a draft's inputs is missing or has another width."""
+    """Raise ValueError if the projection of a draft's inputs is missing or has another width.
+
+    That of packed integers is checked when they are opened.
+    """
     if (info := source.infos.get("fc.weight")) is None:
+        if has_tensor(source, "fc.weight"):
+            return
         raise ValueError(f"{source.path} has no tensor 'fc.weight'")
     if info.shape[1:] != (in_size,):
         raise ValueError(
@@ -302,7 +320,7 @@ class _Head:
         return self.body.get(name, Flag, self.eagle.get(name, Flag, default))
 
     def has(self, tensor: str) -> bool:
-        return tensor in self.source.infos
+        return has_tensor(self.source, tensor)
 
     @property
     def num_layers(self) -> int:
@@ -316,8 +334,6 @@ class _Head:
 
 def draft_sizes(layer: Fields, stated: int, target: ModelConfig) -> dict[str, Any]:
     """Read sizes and rotary settings of a draft whose target has the ``stated`` hidden size."""
-    if layer.fields("quantization_config").values:
-        raise layer.wrong("quantization_config", "of a draft head is not supported")
     vocab_size = layer.get("vocab_size", Size, target.vocab_size)
     check_pair(layer.where, vocab_size, stated, target)
     # published drafts often state 2048: their training length, not a limit
@@ -327,6 +343,7 @@ def draft_sizes(layer: Fields, stated: int, target: ModelConfig) -> dict[str, An
         "max_position_embeddings": max(context, target.max_position_embeddings),
         "dtype": target.dtype,
         "target_hidden_size": target.hidden_size,
+        "quantization": read_quantization(layer),
     }
 
 

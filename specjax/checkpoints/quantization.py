@@ -8,6 +8,8 @@ groups have zero points. Formats, with their names of tensors:
 - compressed-tensors: ``X`` e4m3 or int8 and ``X_scale [out, 1]`` or ``[1]``; with
   ``pack-quantized`` the integers ``X_packed`` i32 ``[out, in * bits / 32]``, ``X_scale`` and, for
   zero points, ``X_zero_point`` i32 ``[out * bits / 32, groups]``.
+- GPTQ and AWQ, see packed_files.py: ``X`` int4 or int8, ``X_scale [out, groups]`` and, for zero
+  points, ``X_zero_point`` int8 ``[out, groups]``.
 """
 
 import math
@@ -15,17 +17,15 @@ import re
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from threading import Lock
-from typing import Annotated, Any
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from ml_dtypes import bfloat16, float8_e4m3fn, int4
-from msgspec import Meta
 
 from specjax.checkpoints.tensors import FLOATS, TensorInfo, TensorSource, cast
 from specjax.compiling.pool import usable_cores
 from specjax.config import Quantization
-from specjax.json_file import Fields, Flag, PositiveSize
 from specjax.models.declare import OFFSET, SCALE, Recipes
 from specjax.models.weights import largest
 
@@ -33,8 +33,6 @@ PACKED, ZERO_POINT, BLOCK_SCALE = "_packed", "_zero_point", "_scale_inv"
 # values that are quantised at once: with all values of a matrix, it takes twice as long
 _CACHED = 2**18
 _LARGE = 2**27  # values of a matrix that several threads quantise
-# inputs of a group, up to which the last group is padded
-_GroupSize = Annotated[int, Meta(ge=1, le=2**13)]
 # endings of the tensors of a quantised matrix
 SUFFIXES = SCALE, BLOCK_SCALE, PACKED, ZERO_POINT, "_shape"
 # limits of scales; values times scales stay far from the largest float
@@ -47,85 +45,6 @@ _OF_ATTENTION = re.compile(
 _KV_SCALE = re.compile(
     r"model\.layers\.(\d+)\.self_attn\.(?:([kv]|kv)_scale|([kv])_proj\.(?:\3|output)_scale)"
 )
-_LAYOUTS = "float-quantized", "int-quantized", "naive-quantized", "pack-quantized"
-
-
-def read_quantization(config: Fields) -> Quantization | None:
-    """Read ``quantization_config`` of a target; ``None`` if its matrices are whole.
-
-    Raises ValueError with the key of a format that is not supported.
-    """
-    stated = config.fields("quantization_config")
-    if not stated.values:
-        return None
-    method = stated.get("quant_method", Any, None)
-    if method == "fp8":
-        format = _block_format(stated)
-    elif method == "compressed-tensors":
-        format = _compressed_format(stated)
-    else:
-        raise stated.wrong(
-            "quant_method",
-            "is not supported; use a checkpoint of compressed-tensors or FP8, the whole weights of "
-            "the model with quantization='fp8', 'int8' or 'int4', or a GGUF file",
-        )
-    return Quantization(**format)
-
-
-def _block_format(stated: Fields) -> dict[str, Any]:
-    if stated.get("activation_scheme", str, "dynamic") != "dynamic":
-        raise stated.wrong("activation_scheme", "is not supported; only 'dynamic' is")
-    if not stated.get("weight_block_size", list[PositiveSize], []):
-        return {"kind": "fp8"}
-    return {"kind": "fp8", "group": _block_size(stated, "weight_block_size")}
-
-
-def _block_size(fields: Fields, key: str) -> int:
-    sizes = fields.get(key, list[_GroupSize])
-    if len(sizes) != 2 or sizes[0] != sizes[1]:
-        raise fields.wrong(key, "must be two equal numbers")
-    return sizes[1]
-
-
-def _compressed_format(stated: Fields) -> dict[str, Any]:
-    if stated.get("format", str, _LAYOUTS[0]) not in _LAYOUTS:
-        raise stated.wrong("format", f"is not supported; supported: {', '.join(_LAYOUTS)}")
-    if stated.fields("sparsity_config").get("format", str, "dense") != "dense":
-        raise stated.wrong("sparsity_config", "is not supported; the format may be 'dense' only")
-    if stated.fields("transform_config").values:
-        raise stated.wrong("transform_config", "is not supported")
-    groups = stated.get("config_groups", dict[str, Any], {})
-    if len(groups) != 1:
-        raise stated.wrong("config_groups", "must have one group; mixed schemes are not supported")
-    group = stated.fields("config_groups").fields(next(iter(groups)))
-    if group.get("targets", list[str], ["Linear"]) != ["Linear"]:
-        raise group.wrong("targets", "is not supported; only ['Linear'] is")
-    if group.fields("output_activations").values:
-        raise group.wrong("output_activations", "is not supported")
-    inputs, weights = group.fields("input_activations"), group.fields("weights")
-    if inputs.values and inputs.get("dynamic", Any, False) is not True:
-        raise inputs.wrong("dynamic", "is not supported; activations may have dynamic scales only")
-    bits, kind = weights.get("num_bits", int), weights.get("type", str, "int")
-    name = {(8, "float"): "fp8", (8, "int"): "int8", (4, "int"): "int4"}.get((bits, kind))
-    if name is None:
-        raise weights.wrong("num_bits", f"with type={kind!r} is not supported")
-    if weights.get("actorder", Any, None) not in (None, False, "static", "weight"):
-        # with "weight", the order was used for quantising only
-        raise weights.wrong("actorder", "is not supported: inputs are stored in another order")
-    strategy = weights.get("strategy", str, "tensor")
-    values: dict[str, Any] = {"kind": name}
-    if strategy == "group":
-        values["group"] = weights.get("group_size", _GroupSize)
-    elif strategy == "block":
-        values["group"] = _block_size(weights, "block_structure")
-    elif strategy not in ("channel", "tensor"):
-        raise weights.wrong("strategy", "is not supported; tensor, channel, group and block are")
-    if not weights.get("symmetric", Flag, True):
-        # zero points need groups; one group may have all inputs
-        if "group" not in values:
-            raise weights.wrong("symmetric", f"is not supported with strategy={strategy!r}")
-        values["has_zeros"] = True
-    return values
 
 
 def plain_projections(source: TensorSource, recipes: Recipes) -> tuple[str, ...]:
@@ -268,7 +187,8 @@ class _Matrix:
         format: Quantization,
         signed: bool,
     ) -> None:
-        self._signed = signed
+        # a group of GPTQ may have a negative scale, for values whose largest is positive
+        self._signed = signed or bool(format.packing)
         self._source, self._name, self._shape, self._format = source, name, shape, format
         self._infos = source.infos
         self._lock = Lock()

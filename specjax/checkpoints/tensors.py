@@ -117,7 +117,7 @@ def _safetensors(path: Path, files: list[Path]) -> TensorSource:
 def copy_header(source: BinaryIO, path: Path) -> None:
     """Write a sparse safetensors file with the header of another, and the tensors that checks read.
 
-    These are vocabulary maps and the scales of keys and values.
+    These are vocabulary maps, the scales of keys and values, and the first order of inputs.
     """
     size = source.seek(0, os.SEEK_END)
     source.seek(0)
@@ -127,8 +127,10 @@ def copy_header(source: BinaryIO, path: Path) -> None:
     header = source.read(length)
     with path.open("wb") as file:
         file.write(start + header)
-        for name, stored in json.loads(header).items():
-            if name.endswith(("d2t", "t2d", "k_scale", "v_scale")):
+        tensors = json.loads(header)
+        order = min((name for name in tensors if name.endswith("g_idx")), default=None)
+        for name, stored in tensors.items():
+            if name.endswith(("d2t", "t2d", "k_scale", "v_scale")) or name == order:
                 begin, end = (8 + length + offset for offset in stored["data_offsets"])
                 source.seek(begin)
                 file.seek(begin)

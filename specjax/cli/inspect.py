@@ -12,10 +12,13 @@ from typing import Any
 from specjax.checkpoints.block import open_block
 from specjax.checkpoints.checkpoint import Checkpoint
 from specjax.checkpoints.draft import module_prefixes, open_draft, open_draft_model, open_mtp
+from specjax.checkpoints.packed_files import open_weights
+from specjax.checkpoints.quantization import PACKED
 from specjax.checkpoints.target import TargetCheckpoint, fetch_headers, locate, open_target
-from specjax.checkpoints.tensors import TensorSource, open_directory
+from specjax.checkpoints.tensors import TensorSource
 from specjax.config import FeatureConfig, ModelConfig
 from specjax.json_file import Fields, Size
+from specjax.models.declare import SCALE
 from specjax.models.experts import MixtureConfig
 from specjax.models.gated_delta import DeltaConfig, GatedDelta
 from specjax.models.registry import family_of, layer_kinds
@@ -112,8 +115,8 @@ def _open(path: Path, target: TargetCheckpoint | None) -> Opened:
     """Open a draft; its tensor names decide its algorithm and its format."""
     if path.suffix == ".gguf":
         return _language_model(path, target)
-    fields, source = Fields.read(path / "config.json"), open_directory(path)
-    names = {name.removeprefix("model.") for name in source.infos}
+    fields, source = Fields.read(path / "config.json"), open_weights(path)
+    names = {name.removeprefix("model.").removesuffix(PACKED) for name in source.infos}
     if modules := module_prefixes(source, fields):
         pair = target or open_target(path, knob="draft")
         opened = open_mtp(path, pair, num_modules=len(modules))
@@ -165,7 +168,7 @@ def _stated_target(source: TensorSource, fields: Fields) -> TargetCheckpoint:
     shapes = [source.infos[name].shape for name in tables if name in source.infos]
     sizes = [shape[0] for shape in shapes if shape]
     ids = [i for name in _LAYER_IDS for i in keys.get(name, list[int], [])]
-    dtypes = {info.dtype for info in source.infos.values()}
+    dtypes = {info.dtype for name, info in source.infos.items() if SCALE not in name}
     config = keys.build(
         ModelConfig,
         {

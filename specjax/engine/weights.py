@@ -14,6 +14,7 @@ import numpy as np
 
 from specjax.checkpoints import open_target
 from specjax.checkpoints.checkpoint import Checkpoint
+from specjax.checkpoints.packed_files import unpacked
 from specjax.checkpoints.quantization import quantised_source
 from specjax.checkpoints.stacks import unstacked
 from specjax.checkpoints.tensors import FLOATS, cast, in_memory, make_weight
@@ -147,7 +148,7 @@ def weights_from_tensors(
         value_dtype = value.dtype if isinstance(value, jax.Array) else np.asarray(value).dtype
         if recipe is not None and recipe.layout:  # quantised from all of its bits
             return value_dtype
-        if "_scale" in name:
+        if "_scale" in name or name.endswith(".scales"):
             return np.dtype(np.float32)
         return weight_dtype if str(value_dtype) in FLOATS else value_dtype
 
@@ -162,7 +163,7 @@ def weights_from_tensors(
     for name, value in tensors.items():
         if format is not None or name not in may_stay:
             tensors[name] = np.asarray(value)
-    source = unstacked(in_memory(tensors, NAMED), recipes)
+    source = unstacked(unpacked(in_memory(tensors, NAMED), format), recipes)
     source = quantised_source(source, recipes, format, signed=True)
     tensors = {name: source.read(name) for name in source.infos}
     for name, recipe in recipes.items():

@@ -147,8 +147,8 @@ REFUSED: dict[str, tuple[BlockCase, str]] = {
     "vocabulary": (BlockCase(format=1, vocab=140), "the head has vocab_size=140"),
     "width": (BlockCase(format=1, hidden=32), "hidden_size=32 differs from the target's 48"),
     "quantised": (
-        BlockCase(format=1, add={"quantization_config": {"quant_method": "fp8"}}),
-        "quantization_config",
+        BlockCase(format=1, add={"quantization_config": {"quant_method": "modelopt"}}),
+        "quantization_config: quant_method='modelopt'",
     ),
     **{
         f"block {size} of {format}": (

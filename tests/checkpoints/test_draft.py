@@ -396,7 +396,7 @@ def test_eagle1(tmp_path: Path, bias: bool | None) -> None:
         ({"num_hidden_layers": 2}, {}, "num_layers=2"),
         ({"hidden_act": "quick_gelu"}, {}, "hidden_act='quick_gelu'"),
         ({"rope_scaling": {"rope_type": "ntk", "factor": 2.0}}, {}, "'ntk'"),
-        ({"quantization_config": {"quant_method": "fp8"}}, {}, "'fp8'"),
+        ({"quantization_config": {"quant_method": "hqq"}}, {}, "quant_method='hqq'"),
         ({"hidden_size": ...}, {}, "no hidden_size"),
         ({"num_attention_heads": 0}, {}, "num_attention_heads=0 must be"),
         (of_layers("0,1,2"), {}, "'0,1,2' must be a list"),

@@ -167,7 +167,7 @@ def test_damaged_tensors(
             {"hidden_size": 96, "head_dim": 8},
             "hidden_size=96 .* experts 64 must be multiples of 64",
         ),
-        ({"quantization_config": {"quant_method": "awq"}}, "quant_method='awq' is not supported"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "quant_method='hqq' is not supported"),
         ({"model_type": "qwen3_moe", "architectures": []}, "quant_method='mxfp4' is not"),
     ],
 )

@@ -130,7 +130,7 @@ def test_families(tmp_path: Path, changes: dict[str, Any], expected: dict[str, A
         ({"model_type": "cohere2"}, "needs LayerNorm layers, which are not supported yet"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForCausalLM"),
         ({"hidden_act": "quick_gelu"}, "hidden_act='quick_gelu' .* supported: .*'gelu'"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quant_method='awq'"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "quant_method='hqq'"),
         ({"rope_scaling": {"rope_type": "ntk", "factor": 4.0}}, "'ntk'.*'linear', 'dynamic'"),
         ({"rope_scaling": LONGROPE}, r"short_factor=\[1.0\] must be 4 numbers above 0"),
         ({"rope_parameters": {"other": {"rope_theta": 1.0}}}, "must be one set, or have one for"),

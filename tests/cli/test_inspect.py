@@ -20,12 +20,15 @@ from ..support.block_files import CASES, BlockCase, publish, random_tensors
 from ..support.checkpoint_files import write_glm
 from ..support.model_files import (
     read_folder,
+    write_block_draft,
     write_draft_model,
     write_eagle_head,
     write_hybrid,
     write_mixture,
     write_modules,
 )
+from ..support.packed_files import PACKED
+from ..support.quantized_files import GROUP, quantised
 
 SIZES: dict[str, Any] = {"vocab": 98, "hidden": 32, "target_hidden": 32, "target_layers": 2}
 
@@ -108,6 +111,19 @@ def test_other_drafts(is_checked: bool, target: Path, tmp_path: Path, capsys: An
         assert (facts["algorithm"], facts.get("target layers")) == (algorithm, layers)
         assert facts.get(f"fits {target}") == ("yes" if is_checked else None)
         assert (facts["format"] == "P-EAGLE") == (path.name == "p-eagle")
+
+
+def test_quantised_files_name_their_format(target: Path, tmp_path: Path, capsys: Any) -> None:
+    stored, _ = quantised(target, tmp_path / "model", PACKED["awq"], "lm_head embed_tokens")
+    status, facts = inspect(capsys, stored)
+    text = f"int4 in groups of {GROUP} with zero points, from AWQ, without lm_head"
+    assert (status, facts["matrices"]) == (0, text)
+    block = write_block_draft(tmp_path / "block")
+    plain = "lm_head markov confidence_head embed_tokens"
+    stored, _ = quantised(block, tmp_path / "draft", "int4", plain)
+    status, facts = inspect(capsys, stored, "--model", target)
+    assert (status, facts["algorithm"], facts[f"fits {target}"]) == (0, "DSPARK", "yes")
+    assert facts["matrices"].startswith(f"int4 in groups of {GROUP}, without ")
 
 
 def test_a_mixture(tmp_path: Path, capsys: Any) -> None:

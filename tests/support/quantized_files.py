@@ -110,8 +110,9 @@ BLOCKS = {
     "weight_block_size": [GROUP, GROUP],
     "activation_scheme": "dynamic",
 }
+Format = tuple[dict[str, Any], Callable[[np.ndarray], Stored]]
 INT4 = {"bits": 4, "type": "int", "strategy": "group", "group_size": GROUP}
-FORMATS: dict[str, tuple[dict[str, Any], Callable[[np.ndarray], Stored]]] = {
+FORMATS: dict[str, Format] = {
     "fp8-channel": (compressed(8, "float", "channel"), lambda x: channel("fp8", x)),
     "fp8-tensor": (compressed(8, "float", "tensor"), tensor_scale),
     "fp8-blocks": (BLOCKS, blocks),
@@ -122,24 +123,37 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[[np.ndarray], Stored]]] = {
 }
 
 
-def make(files: Files, folder: Path, name: str, plain: str = "lm_head") -> tuple[Path, Path]:
+def make(
+    files: Files, folder: Path, name: str | Format, plain: str = "lm_head"
+) -> tuple[Path, Path]:
     """The tiny target in a format, and whole with the same values; ``plain`` matrices are whole."""
-    config, quantise = FORMATS[name]
+    return quantised(files.target, folder, name, plain)
+
+
+def quantised(model: Path, folder: Path, name: str | Format, plain: str) -> tuple[Path, Path]:
+    """Two copies of a model or draft, as :func:`make`."""
+    config, quantise = FORMATS[name] if isinstance(name, str) else name
     stored, whole = {}, {}
-    for key, x in load_file(files.target / "model.safetensors").items():
+    for key, x in load_file(model / "model.safetensors").items():
         is_plain = any(part in key for part in plain.split())
         if x.ndim == 2 and "embed_tokens" not in key and not is_plain:
             found, whole[key] = quantise(np.float32(x))
-            stored |= {key + suffix: value for suffix, value in found.items()}
+            stored |= named(key, found)
         else:
             stored[key] = whole[key] = x
     paths = folder / "stored", folder / "whole"
     for path in paths:
-        shutil.copytree(files.target, path)
+        shutil.copytree(model, path)
     write_tensors(paths[0] / "model.safetensors", stored)
     save_file(whole, paths[1] / "model.safetensors")
     edit(paths[0], lambda fields: fields.update(quantization_config=config))
     return paths
+
+
+def named(matrix: str, found: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Tensors by name; a suffix with a point replaces ``.weight``."""
+    module = matrix.removesuffix(".weight")
+    return {(module if x.startswith(".") else matrix) + x: value for x, value in found.items()}
 
 
 def edit(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
