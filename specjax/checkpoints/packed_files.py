@@ -132,43 +132,41 @@ class _Module:
         self._is_awq = format.packing == AWQ
         info, per_word = source.infos[at + "qweight"], 32 // format.bits
         rows, columns = info.shape if len(info.shape) == 2 else (0, 0)
-        in_words, out_words = (1, per_word) if self._is_awq else (per_word, 1)
-        self._inputs, self._outputs = rows * in_words, columns * out_words
+        self._inputs = rows if self._is_awq else rows * per_word
+        self._outputs = columns * per_word if self._is_awq else columns
         self._groups = -(-self._inputs // (format.group or max(1, self._inputs)))
-        words = self._groups, -(-self._outputs // per_word)
         shapes = {
-            "qweight": (("int32",), (rows, columns)),
-            "scales": (FLOATS, (self._groups, self._outputs)),
-            "qzeros": (("int32",), words),
-            _ORDER: (("int32",), (self._inputs,)),
+            "qweight": (rows, columns),
+            "scales": (self._groups, self._outputs),
+            "qzeros": (self._groups, -(-self._outputs // per_word)),
+            _ORDER: (self._inputs,),
         }
-        needed = {"qweight", "scales", *(["qzeros"] if format.has_zeros else [])}
         self.names = {at + x for x in shapes if at + x in source.infos}
-        if missing := sorted({at + x for x in needed} - self.names):
+        needed = {f"{at}scales", *([f"{at}qzeros"] if format.has_zeros else [])}
+        if missing := sorted(needed - self.names):
             raise ValueError(f"{info.path} has {at + 'qweight'!r} without {missing[0]!r}")
         for name in sorted(self.names):
-            stored, (dtypes, shape) = source.infos[name], shapes[name.removeprefix(at)]
-            if stored.dtype not in dtypes or stored.shape != shape or not all(shape):
+            stored, leaf = source.infos[name], name.removeprefix(at)
+            dtypes = FLOATS if leaf == "scales" else ("int32",)
+            if stored.dtype not in dtypes or stored.shape != shapes[leaf] or not columns:
                 raise ValueError(
                     f"tensor {name!r} in {stored.path} is {stored.dtype} and has shape "
                     f"{stored.shape}; a matrix {(self._outputs, self._inputs)} of {format} needs "
-                    f"{' or '.join(dtypes)} of shape {shape}"
+                    f"{' or '.join(dtypes)} of shape {shapes[leaf]}"
                 )
 
     def made(self) -> dict[str, _Made]:
-        matrix, infos = f"{self._at}weight", self._source.infos
-        values, scales = infos[self._at + "qweight"], infos[self._at + "scales"]
-        dtype, shape = self._format.dtype.name, (self._outputs, self._groups)
+        """Its matrix, with scales and zero points."""
+        at, infos, dtype = self._at, self._source.infos, self._format.dtype.name
+        matrix, shape = (self._outputs, self._inputs), (self._outputs, self._groups)
         made = {
-            matrix: _Made(
-                TensorInfo((self._outputs, self._inputs), values.path, dtype), self._values
-            ),
-            matrix + SCALE: _Made(TensorInfo(shape, scales.path, scales.dtype), self._scales),
+            "": _Made(infos[at + "qweight"]._replace(shape=matrix, dtype=dtype), self._values),
+            SCALE: _Made(infos[at + "scales"]._replace(shape=shape), self._scales),
         }
         if self._format.has_zeros:
-            info = TensorInfo(shape, infos[self._at + "qzeros"].path, "int8")
-            made[matrix + ZERO_POINT] = _Made(info, self._zeros)
-        return made
+            info = infos[at + "qzeros"]._replace(shape=shape, dtype="int8")
+            made[ZERO_POINT] = _Made(info, self._zeros)
+        return {f"{at}weight{suffix}": tensor for suffix, tensor in made.items()}
 
     def _values(self) -> np.ndarray:
         words = self._source.read(self._at + "qweight")

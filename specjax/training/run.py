@@ -173,10 +173,10 @@ def open_initial(args: argparse.Namespace, target: TargetCheckpoint) -> Any:
         if (config.markov_head is None) != (args.algorithm == "DFLASH"):
             raise ValueError(f"--initial {args.initial} is not for --algorithm {args.algorithm}")
         unsupported = *config.windows, *config.causal, config.qkv_bias
-    if any(unsupported):
+    if any(unsupported) or opened.config.quantization is not None:
         raise ValueError(
-            f"--initial {args.initial}: drafters with sliding windows, causal layers or biases "
-            "cannot be trained; leave --initial out"
+            f"--initial {args.initial}: drafters with sliding windows, causal layers, biases or "
+            "quantised matrices cannot be trained; leave --initial out"
         )
     return opened
 

@@ -20,6 +20,7 @@ from specjax.training import run
 from specjax.training.data import Corpus
 
 from ..support.model_files import write_block_draft, write_model
+from ..support.quantized_files import quantised
 from ..support.scripts import load_script
 
 SIZES = "--generator-rows 8 --prefill-rows 4 --max-prompt-len 160 --max-answer-tokens 12"
@@ -148,6 +149,9 @@ def test_target_and_options_are_checked_before_generation(
         "dspark": write_block_draft(tmp_path / "dspark"),
         "sliding": write_block_draft(tmp_path / "sliding", windows=(4, 0), causal=(True, False)),
     }
+    plain = "lm_head markov confidence_head embed_tokens"
+    folder = tmp_path / "quantised"
+    drafters["fp8"], _ = quantised(drafters["dspark"], folder, "fp8-channel", plain)
     for change, arguments, message in (
         ({"num_hidden_layers": 3}, "", "--model has 3 layers; EAGLE-3 needs 4 or more"),
         (
@@ -161,7 +165,8 @@ def test_target_and_options_are_checked_before_generation(
             "training does not support recurrent layers",
         ),
         ({}, "--algorithm DFLASH --initial {dspark}", "is not for --algorithm DFLASH"),
-        ({}, "--algorithm DSPARK --initial {sliding}", "sliding windows, causal layers or biases"),
+        ({}, "--algorithm DSPARK --initial {sliding}", "sliding windows, causal layers, biases"),
+        ({}, "--algorithm DSPARK --initial {fp8}", "or quantised matrices cannot be trained"),
         (
             {},
             "--join 0.5 --row-length 513",
