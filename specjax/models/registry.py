@@ -28,6 +28,7 @@ from specjax.models.olmo import OLMO2, OLMO3
 from specjax.models.phi import PHI3
 from specjax.models.qwen import MIMO, QWEN2, QWEN3
 from specjax.models.qwen35 import QWEN35, QWEN35_MOE
+from specjax.models.seed_oss import SEED_OSS
 from specjax.models.smollm3 import SMOLLM3
 
 FAMILIES: dict[str, Family] = {
@@ -57,6 +58,7 @@ FAMILIES: dict[str, Family] = {
     "gpt_oss": GPT_OSS,
     "qwen3_5_text": QWEN35,
     "qwen3_5_moe_text": QWEN35_MOE,
+    "seed_oss": SEED_OSS,
 }
 # models that also read images, and the family of their text model, which alone is loaded
 WRAPPERS = {

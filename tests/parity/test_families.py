@@ -27,7 +27,7 @@ LIKE_OTHERS = (
     "llama_linear llama_yarn llama_longrope llama_bias llama_mlp_bias llama_tied llama_gelu "
     "llama_head32 llama_head96 llama_head256 mistral ministral qwen2_tied qwen2_window qwen2_yarn "
     "qwen3_tied qwen3_bias qwen3_window gemma phi3 phi3_window phi3_longrope olmo3 glm4 qwen3_moe "
-    "mixtral olmoe granitemoe"
+    "mixtral olmoe granitemoe seed_oss seed_oss_biases"
 )
 LOADED = [
     pytest.param(family, marks=pytest.mark.long if family in LIKE_OTHERS.split() else ())

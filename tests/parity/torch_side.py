@@ -273,6 +273,11 @@ FAMILIES = {
     "glm": ("GlmConfig", {"head_dim": 16, **rope(1e4, partial_rotary_factor=0.5)}),
     "glm4": ("Glm4Config", {"head_dim": 16, **rope(1e4, partial_rotary_factor=0.5)}),
     "qwen3_5": ("Qwen3_5TextConfig", QWEN35),
+    "seed_oss": ("SeedOssConfig", {"head_dim": 16, **rope(1e7)}),
+    "seed_oss_biases": (
+        "SeedOssConfig",
+        {"attention_bias": False, "attention_out_bias": True, "mlp_bias": True, **rope(1e7)},
+    ),
     **MIXTURES,
     "cohere": ("CohereConfig", rope(1e4)),
     "cohere2": ("Cohere2Config", {"sliding_window": 12, **rope(1e4)}),
