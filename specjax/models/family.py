@@ -96,6 +96,17 @@ def attention_biases(config: Fields) -> dict[str, Any]:
     return {"qkv_bias": has_bias, "output_bias": has_bias}
 
 
+def head_dim_of(config: Fields) -> int:
+    """The head dimension, which files may leave out."""
+    heads = config.get("num_attention_heads", Size)
+    return config.get("head_dim", Size, config.get("hidden_size", Size) // heads)
+
+
+def unrotated(config: Fields) -> Rope:
+    """The rotary embedding of layers without one."""
+    return Rope(head_dim_of(config), 1.0, rotary_dim=0)
+
+
 def sliding_layers(config: Fields, slides: Callable[[int], bool]) -> list[bool]:
     """Read which layers have a window; ``slides(i)`` decides without ``layer_types``."""
     kinds, count = config.get("layer_types", list[str], []), config.get("num_hidden_layers", Size)

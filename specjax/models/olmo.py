@@ -5,12 +5,13 @@ from functools import partial
 from typing import Any
 
 from specjax.config import Rope, Theta
-from specjax.json_file import Fields, Size
+from specjax.json_file import Fields
 from specjax.models.family import (
     GGUF,
     Family,
     alike,
     attention_biases,
+    head_dim_of,
     layer_windows,
     sliding_layers,
 )
@@ -18,8 +19,7 @@ from specjax.models.rope import local_theta
 
 
 def _olmo3(config: Fields) -> dict[str, Any]:
-    heads = config.get("num_attention_heads", Size)
-    head_dim = config.get("head_dim", Size, config.get("hidden_size", Size) // heads)
+    head_dim = head_dim_of(config)
     theta = local_theta(config, config.get("rope_theta", Theta))
 
     def slides(i: int) -> bool:

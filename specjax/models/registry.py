@@ -10,6 +10,7 @@ import jax
 from specjax.checks import refused
 from specjax.compiling.digest import source_facts
 from specjax.config import ModelConfig
+from specjax.models.exaone import EXAONE4
 from specjax.models.family import Family
 from specjax.models.gemma import GEMMA, GEMMA2, GEMMA3
 from specjax.models.glm import GLM, GLM4
@@ -59,6 +60,7 @@ FAMILIES: dict[str, Family] = {
     "qwen3_5_text": QWEN35,
     "qwen3_5_moe_text": QWEN35_MOE,
     "seed_oss": SEED_OSS,
+    "exaone4": EXAONE4,
 }
 # models that also read images, and the family of their text model, which alone is loaded
 WRAPPERS = {

@@ -2,20 +2,17 @@
 
 from typing import Any
 
-from specjax.config import Rope
 from specjax.json_file import Fields, Flag, PositiveSize, Size
-from specjax.models.family import GGUF, Family, attention_biases, layer_windows
+from specjax.models.family import GGUF, Family, attention_biases, layer_windows, unrotated
 
 
 def _smollm3(config: Fields) -> dict[str, Any]:
-    count, heads = (config.get(f"num_{x}", Size) for x in ("hidden_layers", "attention_heads"))
+    count, still = config.get("num_hidden_layers", Size), unrotated(config)
     every = config.get("no_rope_layer_interval", PositiveSize, 4)
     rotates = config.get("no_rope_layers", list[int], [])[:count]  # 0 for a layer without it
     if rotates and len(rotates) < count:
         raise config.wrong("no_rope_layers", f"must have one value for each of {count} layers")
     rotates = rotates or [(i + 1) % every for i in range(count)]
-    still = Rope(config.get("head_dim", Size, config.get("hidden_size", Size) // heads), 1.0)
-    still = still._replace(rotary_dim=0)
     is_on = config.get("use_sliding_window", Flag, False)
     return {
         **attention_biases(config),

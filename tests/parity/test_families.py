@@ -27,13 +27,15 @@ LIKE_OTHERS = (
     "llama_linear llama_yarn llama_longrope llama_bias llama_mlp_bias llama_tied llama_gelu "
     "llama_head32 llama_head96 llama_head256 mistral ministral qwen2_tied qwen2_window qwen2_yarn "
     "qwen3_tied qwen3_bias qwen3_window gemma phi3 phi3_window phi3_longrope olmo3 glm4 qwen3_moe "
-    "mixtral olmoe granitemoe seed_oss seed_oss_biases"
+    "mixtral olmoe granitemoe seed_oss seed_oss_biases "
+    "exaone4_small"
 )
 LOADED = [
     pytest.param(family, marks=pytest.mark.long if family in LIKE_OTHERS.split() else ())
     for family in FAMILIES
     if family not in (*REFUSED, *SWITCHED.split())
 ]
+ROPES = ("gemma3", "olmo3", "exaone4")
 COUNT = 10
 GREEDY = {"temperature": 0.0, "ignore_eos": True, "max_new_tokens": COUNT}
 
@@ -58,7 +60,7 @@ def test_greedy_text(family: str, tmp_path: Path) -> None:
     # LongRoPE depends on the context of the engine, where transformers takes that of the text
     if "longrope" in family or family == "phi4_mini":
         contexts = {32: [short], 128: [long]}
-    if family in ("gemma3", "olmo3"):  # their windows have other rotary bases in any context
+    if family in ROPES:  # layers with windows have other rotary embeddings in any context
         contexts[12] = [short[:1]]
     for context, prompts in contexts.items():
         with Engine(

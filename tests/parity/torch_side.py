@@ -51,6 +51,12 @@ LOCAL = {
 MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
 GEMMA = {"head_dim": 16, "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 24}
 GEMMA2 = {**GEMMA, "sliding_window": 12, "attn_logit_softcapping": 3.0, "layer_types": MIXED}
+GRANITE = {
+    "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.22,
+    "attention_multiplier": 0.3,
+    "logits_scaling": 8.0,
+}
 
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
 LOCAL_EXPERTS = {"num_local_experts": 6, "num_experts_per_tok": 2}
@@ -109,14 +115,7 @@ MIXTURES = {
     ),
     "granitemoe": (
         "GraniteMoeConfig",
-        {
-            "embedding_multiplier": 12.0,
-            "residual_multiplier": 0.22,
-            "attention_multiplier": 0.3,
-            "logits_scaling": 8.0,
-            **LOCAL_EXPERTS,
-            **rope(1e4),
-        },
+        {**GRANITE, **LOCAL_EXPERTS, **rope(1e4)},
     ),
     "glm4_moe": (
         "Glm4MoeConfig",
@@ -259,16 +258,7 @@ FAMILIES = {
             },
         },
     ),
-    "granite": (
-        "GraniteConfig",
-        {
-            "embedding_multiplier": 12.0,
-            "residual_multiplier": 0.22,
-            "attention_multiplier": 0.3,
-            "logits_scaling": 8.0,
-            **rope(1e4),
-        },
-    ),
+    "granite": ("GraniteConfig", {**GRANITE, **rope(1e4)}),
     "smollm3": ("SmolLM3Config", {"no_rope_layers": [1, 0, 1], **rope(2e6)}),
     "glm": ("GlmConfig", {"head_dim": 16, **rope(1e4, partial_rotary_factor=0.5)}),
     "glm4": ("Glm4Config", {"head_dim": 16, **rope(1e4, partial_rotary_factor=0.5)}),
@@ -277,6 +267,19 @@ FAMILIES = {
     "seed_oss_biases": (
         "SeedOssConfig",
         {"attention_bias": False, "attention_out_bias": True, "mlp_bias": True, **rope(1e7)},
+    ),
+    "exaone4": (
+        "Exaone4Config",
+        {
+            "head_dim": 16,
+            "sliding_window": 12,
+            "layer_types": MIXED,
+            "rope_parameters": {**LLAMA3_ROPE, "rope_theta": 1e6},
+        },
+    ),
+    "exaone4_small": (
+        "Exaone4Config",
+        {"sliding_window": None, "layer_types": ["full_attention"] * 3, **rope(1e6)},
     ),
     **MIXTURES,
     "cohere": ("CohereConfig", rope(1e4)),
