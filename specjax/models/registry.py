@@ -15,6 +15,7 @@ from specjax.models.family import Family
 from specjax.models.gemma import GEMMA, GEMMA2, GEMMA3
 from specjax.models.glm import GLM, GLM4
 from specjax.models.gpt_oss import GPT_OSS
+from specjax.models.granite_swa import GRANITE_SWA
 from specjax.models.layers import LayerKind
 from specjax.models.llama import GRANITE, LLAMA, MINISTRAL, MINISTRAL3, MISTRAL
 from specjax.models.mixtures import (
@@ -61,6 +62,7 @@ FAMILIES: dict[str, Family] = {
     "qwen3_5_moe_text": QWEN35_MOE,
     "seed_oss": SEED_OSS,
     "exaone4": EXAONE4,
+    "granite_swa": GRANITE_SWA,
 }
 # models that also read images, and the family of their text model, which alone is loaded
 WRAPPERS = {

@@ -66,6 +66,7 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
     | {"n_routed_experts": 8, "n_shared_experts": 2, "n_group": 2, "topk_group": 1}
     | {"routed_scaling_factor": 2.5, "first_k_dense_replace": 1, "num_nextn_predict_layers": 1},
     "exaone4": {"sliding_window": 32, "sliding_window_pattern": 2},
+    "granite_swa": GRANITE | {"sliding_window": 32, "layer_rope_theta": [1e6, 0, 1e4]},
 }
 
 
@@ -163,6 +164,8 @@ def test_numbers_of_drafts(tmp_path: Path, kind: str) -> None:
         ("llama", {"head_dim": 2, "rope_scaling": {"type": "dynamic", "factor": 2}}, "head_dim=2"),
         ("smollm3", {"no_rope_layers": [1]}, r"no_rope_layers=\[1\] must have one value"),
         ("exaone4", {"sliding_window_pattern": "LG"}, "sliding_window_pattern='LG' must be"),
+        ("granite_swa", {"layer_rope_theta": [1e4]}, "layer_rope_theta=.* one value for each"),
+        ("granite_swa", {"layer_rope_theta": [0, 1, 0]}, "must be 0, for no rotation, or above 1"),
         ("phi3", {"rope_scaling": LONGROPE | {"short_factor": ["a"]}}, "must be a list of finite"),
     ],
 )

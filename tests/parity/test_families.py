@@ -28,14 +28,14 @@ LIKE_OTHERS = (
     "llama_head32 llama_head96 llama_head256 mistral ministral qwen2_tied qwen2_window qwen2_yarn "
     "qwen3_tied qwen3_bias qwen3_window gemma phi3 phi3_window phi3_longrope olmo3 glm4 qwen3_moe "
     "mixtral olmoe granitemoe seed_oss seed_oss_biases "
-    "exaone4_small"
+    "exaone4_small granite_swa_bare"
 )
 LOADED = [
     pytest.param(family, marks=pytest.mark.long if family in LIKE_OTHERS.split() else ())
     for family in FAMILIES
     if family not in (*REFUSED, *SWITCHED.split())
 ]
-ROPES = ("gemma3", "olmo3", "exaone4")
+ROPES = ("gemma3", "olmo3", "exaone4", "granite_swa")
 COUNT = 10
 GREEDY = {"temperature": 0.0, "ignore_eos": True, "max_new_tokens": COUNT}
 

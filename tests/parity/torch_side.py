@@ -281,6 +281,26 @@ FAMILIES = {
         "Exaone4Config",
         {"sliding_window": None, "layer_types": ["full_attention"] * 3, **rope(1e6)},
     ),
+    "granite_swa": (
+        "GraniteSWAConfig",
+        {
+            **GRANITE,
+            "num_hidden_layers": 4,
+            "sliding_window": 12,
+            "layer_rope_theta": [1e6, 1e4, 0, 1e4],
+            **rope(1e4),
+        },
+    ),
+    "granite_swa_bare": (
+        "GraniteSWAConfig",
+        {
+            "num_hidden_layers": 4,
+            "layer_types": ["full_attention", "sliding_attention"] * 2,
+            "sliding_window": 12,
+            "tie_word_embeddings": False,
+            **rope(1e4),
+        },
+    ),
     **MIXTURES,
     "cohere": ("CohereConfig", rope(1e4)),
     "cohere2": ("Cohere2Config", {"sliding_window": 12, **rope(1e4)}),
