@@ -10,6 +10,7 @@ import jax
 from specjax.checks import refused
 from specjax.compiling.digest import source_facts
 from specjax.config import ModelConfig
+from specjax.models.ernie import ERNIE
 from specjax.models.exaone import EXAONE4
 from specjax.models.family import Family
 from specjax.models.gemma import GEMMA, GEMMA2, GEMMA3
@@ -63,6 +64,7 @@ FAMILIES: dict[str, Family] = {
     "seed_oss": SEED_OSS,
     "exaone4": EXAONE4,
     "granite_swa": GRANITE_SWA,
+    "ernie4_5": ERNIE,
 }
 # models that also read images, and the family of their text model, which alone is loaded
 WRAPPERS = {

@@ -301,6 +301,11 @@ FAMILIES = {
             **rope(1e4),
         },
     ),
+    "ernie4_5": ("Ernie4_5Config", {"head_dim": 16, **rope(5e5)}),
+    "ernie4_5_biases": (
+        "Ernie4_5Config",
+        {"head_dim": 8, "use_bias": True, "tie_word_embeddings": False, **rope(5e5)},
+    ),
     **MIXTURES,
     "cohere": ("CohereConfig", rope(1e4)),
     "cohere2": ("Cohere2Config", {"sliding_window": 12, **rope(1e4)}),
