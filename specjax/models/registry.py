@@ -17,6 +17,7 @@ from specjax.models.gemma import GEMMA, GEMMA2, GEMMA3
 from specjax.models.glm import GLM, GLM4
 from specjax.models.gpt_oss import GPT_OSS
 from specjax.models.granite_swa import GRANITE_SWA
+from specjax.models.hunyuan import HUNYUAN
 from specjax.models.layers import LayerKind
 from specjax.models.llama import GRANITE, LLAMA, MINISTRAL, MINISTRAL3, MISTRAL
 from specjax.models.mixtures import (
@@ -65,6 +66,7 @@ FAMILIES: dict[str, Family] = {
     "exaone4": EXAONE4,
     "granite_swa": GRANITE_SWA,
     "ernie4_5": ERNIE,
+    "hunyuan_v1_dense": HUNYUAN,
 }
 # models that also read images, and the family of their text model, which alone is loaded
 WRAPPERS = {

@@ -67,6 +67,7 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
     | {"routed_scaling_factor": 2.5, "first_k_dense_replace": 1, "num_nextn_predict_layers": 1},
     "exaone4": {"sliding_window": 32, "sliding_window_pattern": 2},
     "granite_swa": GRANITE | {"sliding_window": 32, "layer_rope_theta": [1e6, 0, 1e4]},
+    "hunyuan_v1_dense": {"rope_scaling": {"type": "dynamic", "factor": 1.0, "alpha": 1e3}},
 }
 
 
@@ -166,6 +167,8 @@ def test_numbers_of_drafts(tmp_path: Path, kind: str) -> None:
         ("exaone4", {"sliding_window_pattern": "LG"}, "sliding_window_pattern='LG' must be"),
         ("granite_swa", {"layer_rope_theta": [1e4]}, "layer_rope_theta=.* one value for each"),
         ("granite_swa", {"layer_rope_theta": [0, 1, 0]}, "must be 0, for no rotation, or above 1"),
+        ("hunyuan_v1_dense", {"use_qk_norm": False}, "use_qk_norm=False is not supported"),
+        ("hunyuan_v1_dense", {"use_cla": True}, "use_cla=True is not supported; only false is"),
         ("phi3", {"rope_scaling": LONGROPE | {"short_factor": ["a"]}}, "must be a list of finite"),
     ],
 )

@@ -306,6 +306,14 @@ FAMILIES = {
         "Ernie4_5Config",
         {"head_dim": 8, "use_bias": True, "tie_word_embeddings": False, **rope(5e5)},
     ),
+    "hunyuan": (
+        "HunYuanDenseV1Config",
+        {"head_dim": 16, **rope(1e4, rope_type="dynamic", alpha=1000.0, factor=1.0)},
+    ),
+    "hunyuan_plain": (
+        "HunYuanDenseV1Config",
+        {"head_dim": 8, "attention_bias": True, "tie_word_embeddings": True, **rope(1e4)},
+    ),
     **MIXTURES,
     "cohere": ("CohereConfig", rope(1e4)),
     "cohere2": ("Cohere2Config", {"sliding_window": 12, **rope(1e4)}),
