@@ -1,5 +1,6 @@
 """Pages: the KV indices of a request's tokens on the device, and the host's list of free pages."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -8,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from specjax.kernels.kv_rows import move_kv, scatter_rows
+from specjax.kernels.kv_rows import gather_rows, move_kv, scatter_rows
 from specjax.kernels.paged import PagedInputs, running_sums
 from specjax.kernels.prefill_attention import prefill_attention
 from specjax.kernels.rope_store import rope_store
@@ -72,7 +73,13 @@ class PageView:
         slots = seq_lens[:, None] + jnp.arange(first, first + rows, dtype=jnp.int32)
         form = {"tree_mask": tree_mask, "positions": positions}
         attention = self._over_pages(tree_attention, seq_lens=seq_lens, **form)
-        return PagedAttend(self.kv_indices(slots), attention, self.implementation, self.page_size)
+
+        def before(distance: int) -> Array:
+            places = _earlier(slots, seq_lens, tree_mask, distance)
+            return jnp.where(places < 0, -1, self.kv_indices(jnp.maximum(places, 0)))
+
+        indices = self.kv_indices(slots)
+        return PagedAttend(indices, attention, self.implementation, self.page_size, before)
 
     def commit(self, pools: Pools, seq_lens: Array, path: Array, *, is_chain: bool) -> Pools:
         """Keep, of the rows after ``seq_lens``, those of an accepted path, as for :meth:`move`."""
@@ -103,11 +110,23 @@ class PageView:
         ``tree_mask`` is bool ``[B, T, T]`` over the first T tokens of each segment, which has no
         more of them and ``positions`` i32 ``[B, T]``, or ``None`` for causal attention.
         """
-        index = segments.positions // self.page_size
-        pages = self.page_table.at[segments.index, index].get(mode="fill", fill_value=0)
-        kv_indices = pages * self.page_size + segments.positions % self.page_size
-        kv_indices = jnp.where(segments.is_real, kv_indices, 0)[None]
-        starts, counts = segments.starts, segments.counts
+
+        def indices(places: Array) -> Array:
+            index = segments.index, places // self.page_size
+            pages = self.page_table.at[index].get(mode="fill", fill_value=0)
+            kv_indices = pages * self.page_size + places % self.page_size
+            return jnp.where(segments.is_real, kv_indices, 0)[None]
+
+        def before(distance: int) -> Array:
+            if tree_mask is None:
+                places = segments.positions - distance
+            else:
+                places = _earlier(starts[:, None], starts, tree_mask, distance)
+                places = segments.gather(places)[0]
+            return jnp.where(places < 0, -1, indices(jnp.maximum(places, 0)))
+
+        kv_indices, starts, counts = indices(segments.positions), segments.starts, segments.counts
+        form = self.implementation, self.page_size, before
         if tree_mask is not None:
             # attention is a small part of a verify pass, so attend with all T rows of each request
             by_tree = self._over_pages(
@@ -118,13 +137,13 @@ class PageView:
                 spread = segments.scatter(q, tree_mask.shape[1])
                 return segments.gather(by_tree(spread, kv, layer, **options))
 
-            return PagedAttend(kv_indices, tree_rows, self.implementation, self.page_size)
+            return PagedAttend(kv_indices, tree_rows, *form)
         attend = self._over_pages(prefill_attention, starts=starts, counts=counts)
 
         def attention(q: Array, kv: Array, layer: int, **options: Any) -> Array:
             return attend(q[0], kv, layer, **options)[None]
 
-        return PagedAttend(kv_indices, attention, self.implementation, self.page_size)
+        return PagedAttend(kv_indices, attention, *form)
 
     def _over_pages(
         self, attention: Callable[..., Array], **segments: Array | None
@@ -136,6 +155,21 @@ class PageView:
         return attend
 
 
+def _earlier(slots: Array, begins: Array, tree_mask: Array | None, distance: int) -> Array:
+    """Positions i32 ``[B, T]`` where rows ``slots`` have the token at a distance before them.
+
+    Before a text, they are negative. A tree begins at ``begins`` i32 ``[B]``, and ``tree_mask``
+    ``[B, T, U]`` selects a row and its ancestors, which precede it.
+    """
+    if tree_mask is None:
+        return slots - distance
+    # number of selected rows from each one on, so that a row has rank 1, and its parent 2
+    ranks = jnp.cumsum(tree_mask[..., ::-1], axis=-1, dtype=jnp.int32)[..., ::-1]
+    node = jnp.argmax(tree_mask & (ranks == distance + 1), axis=-1).astype(jnp.int32)
+    depth = ranks[..., 0]
+    return begins[:, None] + jnp.where(depth > distance, node, depth - 1 - distance)
+
+
 @dataclass(frozen=True)
 class PagedAttend:
     """An ``Attend`` over a KV pool; its ``store`` is a ``Store`` to the same KV indices."""
@@ -144,6 +178,8 @@ class PagedAttend:
     attention: Callable[..., Array]  # (q, kv, layer, **options)
     implementation: str | None  # implementation of the kernel that stores
     page_size: int
+    # distance -> KV indices i32 [B, T] of the tokens at a distance before the new ones; -1: none
+    before: Callable[[int], Array]
 
     def __call__(
         self, kv: Array, layer: int, q: Array, k: Array, v: Array, rope: RopeTables, **options: Any
@@ -162,6 +198,27 @@ class PagedAttend:
         index = jnp.where(index < self.page_size, pool.shape[1], index)
         rows = values.astype(pool.dtype)[None]
         return scatter_rows(pool, index, rows, implementation=self.implementation)
+
+    def recall(self, pool: Array, layer: int, rows: Array, count: int) -> tuple[Array, Array]:
+        """Store ``rows [B, T, C]`` of the new tokens, and read those of tokens before them.
+
+        A row fills the values of as many layers, from ``layer`` on, as it needs. Returns the pool
+        and ``[B, T, count, C]``, the oldest first. Before a text, rows are zeros.
+        """
+        token, how = pool.shape[2:], {"implementation": self.implementation}
+        num_places = -(-rows.shape[-1] // math.prod(token))
+        begins = (layer + jnp.arange(num_places, dtype=jnp.int32)) * pool.shape[1]
+        joined = pool.reshape(1, -1, *token)
+        index = self.kv_indices.reshape(-1, 1)
+        index = jnp.where(index < self.page_size, joined.shape[1], index + begins)  # as in keep
+        padding = num_places * math.prod(token) - rows.shape[-1]
+        wide = jnp.pad(rows.astype(pool.dtype), ((0, 0), (0, 0), (0, padding)))
+        joined = scatter_rows(joined, index.reshape(-1), wide.reshape(1, -1, *token), **how)
+        places = jnp.stack([self.before(n) for n in range(count, 0, -1)], axis=-1)[..., None]
+        source = jnp.maximum(places, 0) + begins
+        gathered = gather_rows(joined, source.reshape(-1), **how)
+        gathered = gathered.reshape(*places.shape[:-1], -1)[..., : rows.shape[-1]]
+        return joined.reshape(pool.shape), jnp.where(places < 0, 0, gathered).astype(rows.dtype)
 
     def _store(
         self, kv: Array, layer: int, q: Array, k: Array, v: Array, rope: RopeTables

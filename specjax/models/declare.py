@@ -151,6 +151,8 @@ class Cache(NamedTuple):
     per_request: tuple[jax.ShapeDtypeStruct, ...] = ()  # of a text of any length
     # of the whole model, not of a layer: a pool after all others, with the pages of the first
     is_extra: bool = False
+    # how many layers of the pool it fills, if its values of a token are those of several
+    num_places: int = 1
 
 
 def token_kv(dtype: jnp.dtype, kv_heads: int, dim: int) -> jax.ShapeDtypeStruct:
@@ -168,9 +170,11 @@ def pool_windows(caches: Sequence[Cache]) -> tuple[int, ...]:
 def pool_layers(caches: Sequence[Cache], num_pools: int) -> tuple[list[int], ...]:
     """The caches of each pool of tokens, of which ``num_pools`` have pages of their own.
 
-    The first has the layers without a window, or if alone, all. Each extra cache has a pool.
+    The first has the layers without a window, or if alone, all. Each extra cache has a pool. A
+    layer is repeated for each of its places.
     """
-    layers = [i for i, x in enumerate(caches) if x.per_token is not None and not x.is_extra]
+    stored = ([i] * x.num_places for i, x in enumerate(caches) if x.per_token and not x.is_extra)
+    layers = [i for places in stored for i in places]
     extra = ([i] for i, cache in enumerate(caches) if cache.is_extra)
     if num_pools == 1:
         return (layers, *extra)

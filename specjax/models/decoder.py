@@ -91,7 +91,7 @@ class CausalLM(nnx.Module):
         recurrent = [layers] if (layers := request_layers(self.caches)) else []
         num_pools = len(pools) - len(recurrent) - num_extra(self.caches)
         of_pools = [*pool_layers(self.caches, num_pools), *recurrent]
-        places = {i: (n, index) for n, x in enumerate(of_pools) for index, i in enumerate(x)}
+        places = {i: (n, x.index(i)) for n, x in enumerate(of_pools) for i in x}
         outputs, experts = {}, list[Array]()
         for i, layer in enumerate(self.layers):
             pool, index = places[i]

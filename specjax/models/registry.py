@@ -19,6 +19,7 @@ from specjax.models.gpt_oss import GPT_OSS
 from specjax.models.granite_swa import GRANITE_SWA
 from specjax.models.hunyuan import HUNYUAN
 from specjax.models.layers import LayerKind
+from specjax.models.lfm2 import LFM2
 from specjax.models.llama import GRANITE, LLAMA, MINISTRAL, MINISTRAL3, MISTRAL
 from specjax.models.mixtures import (
     GLM4_MOE,
@@ -67,6 +68,7 @@ FAMILIES: dict[str, Family] = {
     "granite_swa": GRANITE_SWA,
     "ernie4_5": ERNIE,
     "hunyuan_v1_dense": HUNYUAN,
+    "lfm2": LFM2,
 }
 # models that also read images, and the family of their text model, which alone is loaded
 WRAPPERS = {
@@ -83,7 +85,7 @@ UNKNOWN = f"must be one of {sorted({*FAMILIES, *WRAPPERS})}; {HOW_TO_ADD}"
 _REASONS = {
     "mixtures of experts of another kind": "deepseek_v2 deepseek_v3 ernie4_5_moe llama4 "
     "llama4_text phimoe",
-    "recurrent layers of another kind": "bamba falcon_h1 falcon_mamba granitemoehybrid jamba lfm2 "
+    "recurrent layers of another kind": "bamba falcon_h1 falcon_mamba granitemoehybrid jamba "
     "mamba mamba2 nemotron_h qwen3_next recurrent_gemma zamba2",
     "LayerNorm layers": "cohere cohere2 falcon gpt2 gpt_neox nemotron olmo opt phi stablelm "
     "starcoder2",

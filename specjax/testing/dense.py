@@ -20,6 +20,7 @@ from specjax.kv.recurrent import abstract_pool, recur_in_order
 from specjax.models.decoder import CausalLM
 from specjax.models.flat import FlatModel, Weights
 from specjax.models.layers import dense_attention, rotated
+from specjax.models.short_conv import DenseAttend
 from specjax.sampling.params import SamplingParams
 from specjax.testing.models import TARGET
 
@@ -85,11 +86,11 @@ def _dense_function(config: ModelConfig, width: int) -> Callable[..., jax.Array]
     @jax.jit
     def logits(weights: Weights, tokens: jax.Array) -> jax.Array:
         model = flat.rebuild(weights)
-        inputs: Any = None, dense_attend
+        inputs: Any = None, DenseAttend(dense_attend)
         if pool is not None:  # states from zeros, row by row
             recur = recur_in_order(rows, width, pool.num_taps, group=1, implementation="xla")
             zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), pool)
-            inputs = (None, zeros), (dense_attend, recur)
+            inputs = (None, zeros), (inputs[1], recur)
         return model.logits(model(tokens, positions, *inputs)[0])[0]
 
     return logits

@@ -24,6 +24,7 @@ from specjax.config import BlockConfig, DraftConfig, ModelConfig
 from specjax.models.decoder import CausalLM
 from specjax.models.flat import FlatModel
 from specjax.models.gated_delta import DeltaConfig
+from specjax.models.short_conv import ConvConfig
 from specjax.training.block import BlockTrainer, block_draft_config, feature_scale
 from specjax.training.collect import CollectConfig, collect, read_prompts
 from specjax.training.data import Corpus, batches, draft_vocabulary, pack
@@ -98,8 +99,9 @@ def run(args: argparse.Namespace) -> None:
         raise ValueError(
             f"--model {args.model}: training needs whole weights, not {model.quantization}"
         )
-    if isinstance(model, DeltaConfig):
-        raise ValueError(f"--model {args.model}: training does not support recurrent layers")
+    if isinstance(model, DeltaConfig | ConvConfig):
+        layers = "recurrent layers" if isinstance(model, DeltaConfig) else "short convolutions"
+        raise ValueError(f"--model {args.model}: training does not support {layers}")
     opened = args.initial and open_initial(args, target)
     draft = opened.config if opened else draft_config(args, model)
     args.data = args.data or data_file(args, target.path, entries)

@@ -1,4 +1,4 @@
-"""Engines for families with windows and soft caps produce the tokens of plain decoding."""
+"""Engines for families with windows, soft caps and convolutions produce plain decoding's tokens."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,8 +12,10 @@ from specjax.engine import plan
 from specjax.engine.args import EngineArgs
 from specjax.engine.plan import plan_engine
 from specjax.kv import window_pages
+from specjax.models.lfm2 import NAMES as LFM2_NAMES
 from specjax.testing import Files, check_tokens, letter_tokenizer
 from specjax.testing.files import CONFIG, write_folder
+from specjax.testing.models import PERTURBATION
 
 from ..support.model_files import read_folder
 from .rows import BATCHES, SEEN, Row, drafting, serving
@@ -33,6 +35,12 @@ ROWS: dict[str, list[Row]] = {
         ("DSPARK", "chain", "in turn", 1, "here", "adaptive", 1),
         ("EAGLE", "cut chain", "ahead", 1, "split", "adaptive", 3),
     ],
+    "lfm2": [
+        ("EAGLE3", "tree", "ahead", 4, "here", "fixed", 1),
+        ("NGRAM", "tree", "in turn", 16, "split", "fixed", 3),
+        ("STANDALONE", "tree", "ahead", 1, "here", "adaptive", 3),
+        ("DSPARK", "chain", "ahead", 4, "split", "adaptive", 1),
+    ],
 }
 
 
@@ -51,16 +59,37 @@ def gemma2(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return named
 
 
+def lfm2(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The copying target with a short convolution instead of the attention of its first layer."""
+    conv, size, rng = "model.layers.0.conv.", CONFIG.hidden_size, np.random.default_rng(3)
+    shapes = {"in_proj": (3 * size, size), "conv": (size, 1, 3), "out_proj": (size, size)}
+    named = {
+        f"{conv}{name}.weight": (rng.normal(size=shape) * shape[-1] ** -0.5).astype(np.float32)
+        for name, shape in shapes.items()
+    }
+    named[f"{conv}out_proj.weight"] *= np.float32(8 * PERTURBATION)
+    for norm in ("q_norm", "k_norm"):
+        named[f"model.layers.1.self_attn.{norm}.weight"] = np.ones(CONFIG.head_dim, np.float32)
+    named |= {x: y for x, y in tensors.items() if "layers.0.self_attn." not in x}
+    return {
+        ".".join(LFM2_NAMES.get(word, word) for word in x.split(".")): y for x, y in named.items()
+    }
+
+
 def write_family(path: Path, target: Path, name: str) -> Path:
     """Write the copying target as a model with one layer with a window and one without."""
     config, tensors = read_folder(target)
     config |= {"model_type": name, "architectures": [f"{name.title()}ForCausalLM"]}
     kinds = ["sliding_attention", "full_attention"]
-    config |= {"sliding_window": WINDOW, "layer_types": kinds}
+    windows = {"sliding_window": WINDOW, "layer_types": kinds}
+    config |= {} if name == "lfm2" else windows
     if name == "gemma2":
         tensors = gemma2(tensors)
         config |= {"attn_logit_softcapping": 0.7, "final_logit_softcapping": 5.0}
         config |= {"query_pre_attn_scalar": 3, "hidden_activation": "gelu_pytorch_tanh"}
+    if name == "lfm2":
+        tensors = lfm2(tensors)
+        config |= {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False}
     return write_folder(path, config, tensors, letter_tokenizer())
 
 
@@ -97,6 +126,19 @@ def test_tokens_of_a_tree_are_those_of_dense_decoding(family: Any) -> None:
     with family[1].engine(dtype="float32", **shape) as engine:
         assert engine.runner.config.window_pages
         assert check_tokens(engine, prompts, count=40) > 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["lfm2"], indirect=True)
+@pytest.mark.parametrize("topk", [1, 3])
+def test_convolutions_draft(family: Any, topk: int) -> None:
+    """A model that drafts for itself has almost all drafts accepted, 4 of 5 tokens."""
+    options = {"speculative_algorithm": "STANDALONE", "draft": family[1].target, "dtype": "float32"}
+    options |= {"speculative_eagle_topk": topk, "speculative_num_steps": 4}
+    options |= {"speculative_num_draft_tokens": 5 if topk == 1 else 12}
+    prompts = np.random.default_rng(0).integers(60, size=(2, 30)).tolist()
+    with family[1].engine(**options) as engine:
+        assert check_tokens(engine, prompts, count=40) >= 0.95 * 4 * 32
 
 
 @pytest.mark.usefixtures("few_window_pages")

@@ -16,11 +16,13 @@ from specjax.models.flat import FlatModel
 from specjax.models.gated_delta import DeltaConfig
 from specjax.models.layers import dense_attention, rotated
 from specjax.models.registry import FAMILIES, layer_kinds
+from specjax.models.short_conv import ConvConfig
 from specjax.testing.files import TARGET
 
 EXPONENTS = ((-3, 2), (1, -4))
 # families in which each layer stores keys and values
-ATTENTIVE = [name for name, x in FAMILIES.items() if not issubclass(x.config, DeltaConfig)]
+OTHERS = DeltaConfig, ConvConfig
+ATTENTIVE = [name for name, x in FAMILIES.items() if not issubclass(x.config, OTHERS)]
 TOKENS = jnp.asarray([[3, 1, 4, 15, 9, 26, 5, 35]])
 
 

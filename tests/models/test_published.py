@@ -222,6 +222,60 @@ QWEN25 = {  # Qwen/Qwen2.5-7B-Instruct with the scaling that its page recommends
     "use_sliding_window": False,
     "vocab_size": 152064,
 }
+LFM2 = {  # LiquidAI/LFM2-1.2B
+    "architectures": ["Lfm2ForCausalLM"],
+    "block_auto_adjust_ff_dim": True,
+    "block_dim": 2048,
+    "block_ff_dim": 12288,
+    "block_ffn_dim_multiplier": 1.0,
+    "block_multiple_of": 256,
+    "block_norm_eps": 1e-05,
+    "block_use_swiglu": True,
+    "bos_token_id": 1,
+    "conv_L_cache": 3,
+    "conv_bias": False,
+    "conv_dim": 2048,
+    "eos_token_id": 7,
+    "full_attn_idxs": [2, 5, 8, 10, 12, 14],
+    "hidden_size": 2048,
+    "max_position_embeddings": 128000,
+    "model_type": "lfm2",
+    "norm_eps": 1e-05,
+    "num_attention_heads": 32,
+    "num_heads": 32,
+    "num_hidden_layers": 16,
+    "num_key_value_heads": 8,
+    "rope_theta": 1000000.0,
+    "tie_embedding": True,
+    "use_pos_enc": True,
+    "vocab_size": 65536,
+}
+EXAONE4 = {  # LGAI-EXAONE/EXAONE-4.0-32B
+    "architectures": ["Exaone4ForCausalLM"],
+    "eos_token_id": 361,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 5120,
+    "intermediate_size": 27392,
+    "layer_types": [*["sliding_attention"] * 3, "full_attention"] * 16,
+    "max_position_embeddings": 131072,
+    "model_type": "exaone4",
+    "num_attention_heads": 40,
+    "num_hidden_layers": 64,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "factor": 16.0,
+        "high_freq_factor": 4.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 1000000,
+    "sliding_window": 4096,
+    "sliding_window_pattern": "LLLG",
+    "vocab_size": 102400,
+}
 # published configuration, generation_config.json, end tokens, number of weights in billions
 PUBLISHED: dict[str, tuple[Json, Json, tuple[int, ...], float]] = {
     "gemma2": (GEMMA2, {"eos_token_id": [1, 107]}, (1, 107), 2.61),
@@ -233,6 +287,8 @@ PUBLISHED: dict[str, tuple[Json, Json, tuple[int, ...], float]] = {
     "granite": (GRANITE, {}, (0,), 8.17),
     "glm4": (GLM4, {}, (151329, 151336, 151338), 9.4),
     "mistral_small": (MISTRAL_SMALL, {"eos_token_id": 2}, (2,), 23.57),
+    "lfm2": (LFM2, {}, (7,), 1.17),
+    "exaone4": (EXAONE4, {"eos_token_id": 361}, (361,), 32.0),
     "qwen25": (QWEN25, {"eos_token_id": [151645, 151643]}, (151645, 151643), 7.62),
 }
 
@@ -300,6 +356,14 @@ def test_what_is_special_is_read(tmp_path: Path) -> None:
     assert {kind.rope.scaling is None for kind in layer_kinds(olmo) if kind.window} == {True}
     assert layer_kinds(olmo)[3].rope.scaling.attention_factor == pytest.approx(1.2079, abs=1e-4)
     assert [kind.rope.rotary_dim for kind in layer_kinds(of("smollm3"))[:4]] == [None] * 3 + [0]
+    exaone = layer_kinds(of("exaone4"))[:4]
+    assert [kind.window for kind in exaone] == [4096] * 3 + [None]
+    assert [kind.rope.rotary_dim for kind in exaone] == [None] * 3 + [0]
+    lfm2 = of("lfm2")
+    caches = FlatModel.of(partial(CausalLM, lfm2)).caches
+    assert [cache.window for cache in caches[:3]] == [3, 3, None]
+    assert [cache.num_places for cache in caches[:3]] == [2, 2, 1]
+    assert (lfm2.intermediate_size, lfm2.tie_word_embeddings) == (8192, True)
     assert not of("mistral_small").tie_word_embeddings
     qwen = of("qwen25")
     assert (qwen.windows, qwen.context_length(None), qwen.context_limit) == ((), 32768, 131072)

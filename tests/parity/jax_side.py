@@ -15,12 +15,13 @@ from specjax.kernels.rope_store import normed, rotate
 from specjax import Engine
 from specjax.config import TransformerConfig
 from specjax.kv.recurrent import recur_in_order
-from specjax.models.declare import request_shapes
+from specjax.models.declare import pool_layers, request_shapes
 from specjax.models.decoder import CausalLM
 from specjax.models.eagle import build_head
 from specjax.models.flat import FlatModel
 from specjax.models.layers import Attend, Store, rotated
 from specjax.models.rope import RopeTables
+from specjax.models.short_conv import DenseAttend
 
 Cache = dict[int, tuple[jax.Array, jax.Array]]
 
@@ -43,10 +44,16 @@ def build_draft(checkpoint: Any) -> Any:
     return build(partial(build_head, checkpoint.config), checkpoint.load_weights())
 
 
-def empty_cache(config: TransformerConfig, batch: int, slots: int) -> Cache:
-    """Cache with one slot per position. Unwritten slots are NaN, so that reading one shows."""
+def empty_cache(
+    config: TransformerConfig, batch: int, slots: int, places: int | None = None
+) -> Cache:
+    """Cache with one slot per position. Unwritten slots are NaN, so that reading one shows.
+
+    ``places`` is the number of layers of its pool, by default of the model.
+    """
     shape = (batch, slots, config.num_kv_heads, config.head_dim)
-    return {i: (jnp.full(shape, jnp.nan, config.dtypes.kv),) * 2 for i in range(config.num_layers)}
+    empty = (jnp.full(shape, jnp.nan, config.dtypes.kv),) * 2
+    return dict.fromkeys(range(places or config.num_layers), empty)
 
 
 def dense_store(positions: np.ndarray) -> Store:
@@ -118,7 +125,8 @@ def run_target(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Logits and features of sequences ``[B, T]``, in chunks of these sizes, or in one pass."""
     batch, length = tokens.shape
-    cache: Any = empty_cache(model.config, batch, length)
+    places = len(pool_layers(model.caches, 1)[0])
+    cache: Any = empty_cache(model.config, batch, length, places)
     shapes, num_taps = request_shapes(model.caches, batch + 1), 0
     if shapes:
         pool = DeltaPool(*(jnp.full(x.shape, 7.0, x.dtype) for x in shapes))
@@ -126,7 +134,7 @@ def run_target(
     results, start = [], 0
     for size in chunks or (length,):
         positions = np.broadcast_to(np.arange(start, start + size), (batch, size))
-        attend: Any = dense_attend(positions)
+        attend: Any = DenseAttend(dense_attend(positions))
         if shapes:
             slots = np.arange(1, batch + 1)
             fields = slots, slots if start else slots * 0 - 1, (slots - 1) * size, slots * 0 + size

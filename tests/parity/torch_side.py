@@ -314,6 +314,27 @@ FAMILIES = {
         "HunYuanDenseV1Config",
         {"head_dim": 8, "attention_bias": True, "tie_word_embeddings": True, **rope(1e4)},
     ),
+    # rows of 48 channels in places of 32 values
+    "lfm2": (
+        "Lfm2Config",
+        {
+            "layer_types": ["conv", "full_attention", "conv"],
+            "block_auto_adjust_ff_dim": False,
+            **rope(1e6),
+        },
+    ),
+    "lfm2_adjusted": (
+        "Lfm2Config",
+        {
+            "full_attn_idxs": [0, 2],
+            "conv_L_cache": 5,
+            "conv_bias": True,
+            "block_multiple_of": 16,
+            "block_ffn_dim_multiplier": 1.3,
+            "tie_word_embeddings": False,
+            **rope(1e6),
+        },
+    ),
     **MIXTURES,
     "cohere": ("CohereConfig", rope(1e4)),
     "cohere2": ("Cohere2Config", {"sliding_window": 12, **rope(1e4)}),
