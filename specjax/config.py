@@ -270,6 +270,7 @@ class ModelConfig(TransformerConfig):
     # Binary exponents of the scales of a layer's stored keys and values; empty: 0. Recipes of
     # weights apply them.
     kv_exponents: tuple[tuple[int, int], ...] = field(default=(), compare=False)
+    normalises_embeddings: ClassVar[bool] = False
     mask_token_id: ClassVar[None] = None  # a module that drafts reads no mask tokens
 
     def __post_init__(self) -> None:

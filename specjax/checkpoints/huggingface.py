@@ -138,7 +138,8 @@ def text_name(name: str) -> str:
 
 
 # tensors of the parts that read images
-OF_IMAGES = re.compile(r"(model\.)?(vision_tower|multi_modal_projector|vision_model|visual)\.")
+_PARTS = "vision_(tower|model|adapter|projection)|multi_modal_projector|visual"
+OF_IMAGES = re.compile(rf"(model\.)?({_PARTS})\.")
 
 
 def layer_sizes(config: Fields) -> dict[str, Any]:

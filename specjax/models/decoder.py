@@ -4,6 +4,7 @@ A Python loop runs the layers, because ``lax.scan`` would copy their stacked wei
 at the Llama-3.1-8B shape would take 12.4 ms instead of 4.3 (one H200, jax 0.11.2).
 """
 
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -13,6 +14,7 @@ from flax import nnx
 from jax import Array
 
 from specjax.config import ModelConfig
+from specjax.kernels.add_norm import rms_norm
 from specjax.kernels.backend import resolve
 from specjax.models.columns import Columns
 from specjax.models.declare import Cache, Part, num_extra, pool_layers, request_layers
@@ -43,7 +45,10 @@ class CausalLM(nnx.Module):
         self.embedding = Embedding(vocab_size, size, table, dtype=dtypes.activations, **how)
         at = "model.layers."
         self.layers = nnx.List(DecoderLayer(config, x, f"{at}{i}.") for i, x in enumerate(kinds))
-        self.norm = kinds[-1].norm(config, size, "model.norm")
+        last = kinds[-1]
+        if last.output_norm_offset is not None:
+            last = replace(last, norm_offset=last.output_norm_offset)
+        self.norm = last.norm(config, size, "model.norm")
         how |= {"bias": False, "dtypes": dtypes, "split": "vocab"}
         head = partial(Linear, size, Part("lm_head", (vocab_size,)), **how)
         self.lm_head = None if is_tied else head()
@@ -70,6 +75,9 @@ class CausalLM(nnx.Module):
         with experts appends those that its router chose, i32 ``[B * T, K]``, or -1 for padding.
         """
         x = self.embedding(tokens)
+        if self.config.normalises_embeddings:
+            ones = jnp.ones(x.shape[-1], x.dtype)
+            x = rms_norm(x, ones, self.config.rms_norm_eps, self.implementation)
         if self.config.embedding_scale != 1.0:
             x = x * jnp.asarray(self.config.embedding_scale, x.dtype)
         delta: Array | None = None

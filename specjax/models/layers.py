@@ -67,7 +67,9 @@ class LayerKind:
     joint_qk_norm: bool = False  # of all query heads together, and all key heads
     pre_norm: bool = True
     post_norm: bool = False
+    post_norm_eps: float | None = None  # of the norms of outputs; None: that of all norms
     norm_offset: float = 0.0  # added to the stored scale of a norm
+    output_norm_offset: float | None = None  # of the norm after all layers; None: norm_offset
     residual_scale: float = 1.0  # multiplies the outputs of attention and feed-forward
     scale: float | None = None  # multiplies attention scores; None is H ** -0.5
     window: int | None = None  # number of keys that a query sees, up to and including its own
@@ -189,16 +191,18 @@ class RMSNorm(nnx.Module):
         rows: np.ndarray | None = None,
         split: str | None = None,
         unit: int = 1,
+        eps: float | None = None,
         implementation: str | None = None,
     ) -> None:
         """``name`` is that of the stored scale without ``.weight``; ``factor`` multiplies it.
 
-        ``rows`` is its order in the file, if that differs.
+        ``rows`` is its order in the file, if that differs. ``eps`` is the model's by default.
         """
         tensor, dtype = Part(f"{name}.weight", (size,), rows, factor), config.dtypes.activations
         scale = partial(weight, (tensor,), (size,), dtype, mean=1.0 - offset)
         self.scale = scale(split=split, unit=unit)
-        self.eps, self.offset, self.implementation = config.rms_norm_eps, offset, implementation
+        self.eps = config.rms_norm_eps if eps is None else eps
+        self.offset, self.implementation = offset, implementation
 
     @property
     def factor(self) -> Array:
@@ -446,18 +450,18 @@ class DecoderLayer(nnx.Module):
     def __init__(
         self, config: TransformerConfig, kind: LayerKind, at: str, *, has_input_norm: bool = True
     ) -> None:
-        def norm(name: str, is_there: bool) -> RMSNorm | None:
+        def norm(name: str, is_there: bool, eps: float | None = None) -> RMSNorm | None:
             stored = f"{at}{name}_layernorm"
-            return kind.norm(config, config.hidden_size, stored) if is_there else None
+            return kind.norm(config, config.hidden_size, stored, eps=eps) if is_there else None
 
         pre, post = kind.pre_norm, kind.post_norm
         self.kind = kind
         self.input_norm = norm("input", pre and has_input_norm)
         self.attention = kind.mixer(config, kind, at)
-        self.attention_output_norm = norm("post_attention", post)
+        self.attention_output_norm = norm("post_attention", post, kind.post_norm_eps)
         self.post_attention_norm = norm("pre_feedforward" if post else "post_attention", pre)
         self.mlp = kind.feed_forward(config, kind, at)
-        self.mlp_output_norm = norm("post_feedforward", post)
+        self.mlp_output_norm = norm("post_feedforward", post, kind.post_norm_eps)
 
     def __call__(
         self,

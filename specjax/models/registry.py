@@ -29,6 +29,7 @@ from specjax.models.mixtures import (
     QWEN2_MOE,
     QWEN3_MOE,
 )
+from specjax.models.muse import MUSE
 from specjax.models.olmo import OLMO2, OLMO3
 from specjax.models.phi import PHI3
 from specjax.models.qwen import MIMO, QWEN2, QWEN3
@@ -69,11 +70,13 @@ FAMILIES: dict[str, Family] = {
     "ernie4_5": ERNIE,
     "hunyuan_v1_dense": HUNYUAN,
     "lfm2": LFM2,
+    "muse_glimmer_text": MUSE,
 }
 # models that also read images, and the family of their text model, which alone is loaded
 WRAPPERS = {
     "gemma3": "gemma3_text",
     "mistral3": "mistral",
+    "muse_glimmer": "muse_glimmer_text",
     "qwen3_5": "qwen3_5_text",
     "qwen3_5_moe": "qwen3_5_moe_text",
 }

@@ -67,6 +67,9 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
     | {"routed_scaling_factor": 2.5, "first_k_dense_replace": 1, "num_nextn_predict_layers": 1},
     "exaone4": {"sliding_window": 32, "sliding_window_pattern": 2},
     "granite_swa": GRANITE | {"sliding_window": 32, "layer_rope_theta": [1e6, 0, 1e4]},
+    "muse_glimmer_text": {"sliding_window": 32, "layer_rope_theta": [5e3, 0, 5e3]}
+    | {"qk_scale_factor": 3.87, "post_norm_eps": 1e-8, "output_multiplier": 0.196}
+    | {"final_logit_softcapping": 20.0},
     "lfm2": {"block_ff_dim": 96, "block_multiple_of": 16, "block_ffn_dim_multiplier": 1.5}
     | {"conv_L_cache": 3, "norm_eps": 1e-5, "full_attn_idxs": [1]},
     "hunyuan_v1_dense": {"rope_scaling": {"type": "dynamic", "factor": 1.0, "alpha": 1e3}},
@@ -171,6 +174,7 @@ def test_numbers_of_drafts(tmp_path: Path, kind: str) -> None:
         ("granite_swa", {"layer_rope_theta": [0, 1, 0]}, "must be 0, for no rotation, or above 1"),
         ("lfm2", {"layer_types": ["conv", "mamba"]}, "layer_types=.* must be conv or full_atten"),
         ("lfm2", {"conv_L_cache": 1}, "conv_L_cache=1 must be at least 2"),
+        ("muse_glimmer_text", {"layer_rope_theta": [0, 5, 0]}, "must be 0 or rope_theta=5000"),
         ("hunyuan_v1_dense", {"use_qk_norm": False}, "use_qk_norm=False is not supported"),
         ("hunyuan_v1_dense", {"use_cla": True}, "use_cla=True is not supported; only false is"),
         ("phi3", {"rope_scaling": LONGROPE | {"short_factor": ["a"]}}, "must be a list of finite"),

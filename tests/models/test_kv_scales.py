@@ -15,6 +15,7 @@ from specjax.models.experts import MixtureConfig
 from specjax.models.flat import FlatModel
 from specjax.models.gated_delta import DeltaConfig
 from specjax.models.layers import dense_attention, rotated
+from specjax.models.muse import MuseConfig
 from specjax.models.registry import FAMILIES, layer_kinds
 from specjax.models.short_conv import ConvConfig
 from specjax.testing.files import TARGET
@@ -56,6 +57,8 @@ def test_outputs_stay_the_same(name: str) -> None:
     shared |= {"qk_norm": "olmo" not in name, "qkv_bias": True, "output_bias": True}
     if issubclass(FAMILIES[name].config, MixtureConfig):
         shared |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    if FAMILIES[name].config is MuseConfig:
+        shared |= {"qk_norm": False, "qk_scale_factor": 3.87, "post_norm_eps": 1e-8}
     config = FAMILIES[name].config(model_type=name, **shared)
     recipes = FlatModel.of(partial(CausalLM, config)).recipes
     parts = [part for recipe in recipes.values() for part in recipe.parts]

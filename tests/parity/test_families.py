@@ -35,7 +35,7 @@ LOADED = [
     for family in FAMILIES
     if family not in (*REFUSED, *SWITCHED.split())
 ]
-ROPES = ("gemma3", "olmo3", "exaone4", "granite_swa")
+ROPES = ("gemma3", "olmo3", "exaone4", "granite_swa", "muse_glimmer")
 COUNT = 10
 GREEDY = {"temperature": 0.0, "ignore_eos": True, "max_new_tokens": COUNT}
 

@@ -58,6 +58,29 @@ GRANITE = {
     "logits_scaling": 8.0,
 }
 
+# a model that also reads images
+MUSE = {
+    "text_config": {
+        **SMALL,
+        "num_hidden_layers": 5,
+        "head_dim": 8,
+        "sliding_window": 12,
+        "final_logit_softcapping": 5.0,
+        "post_norm_eps": 0.5,
+        **rope(1e4),
+    },
+    "vision_config": {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_attention_heads": 2,
+        "num_hidden_layers": 1,
+        "max_position_embeddings": 16,
+        **dict.fromkeys(("pos_emb_height", "pos_emb_width"), 4),
+    },
+    "out_hidden_size": 64,
+    "projector_hidden_size": 16,
+}
+
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
 LOCAL_EXPERTS = {"num_local_experts": 6, "num_experts_per_tok": 2}
 # layers with gated attention, and recurrent ones, which have more value heads than key heads
@@ -335,6 +358,7 @@ FAMILIES = {
             **rope(1e6),
         },
     ),
+    "muse_glimmer": ("MuseGlimmerConfig", MUSE),
     **MIXTURES,
     "cohere": ("CohereConfig", rope(1e4)),
     "cohere2": ("Cohere2Config", {"sliding_window": 12, **rope(1e4)}),
@@ -351,7 +375,9 @@ def make_model(
 ) -> transformers.PreTrainedModel:
     """Make a model in which every parameter matters: sharp attention, uneven norms, biases."""
     config = getattr(transformers, config_class)(**{**SMALL, **changes})
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    kind = "ImageTextToText" if "vision_config" in changes else "CausalLM"
+    auto = getattr(transformers, f"AutoModelFor{kind}")
+    model = auto.from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, weight in model.named_parameters():
@@ -377,7 +403,7 @@ def run_model(
     outputs = []
     hooks = [
         layer.register_forward_hook(lambda _module, _args, out: outputs.append(out))
-        for layer in model.model.layers
+        for layer in getattr(model.model, "language_model", model.model).layers
     ]
     with torch.no_grad():
         logits = model(torch.from_numpy(tokens.astype(np.int64)), use_cache=False).logits
