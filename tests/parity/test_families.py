@@ -28,7 +28,7 @@ LIKE_OTHERS = (
     "llama_head32 llama_head96 llama_head256 mistral ministral qwen2_tied qwen2_window qwen2_yarn "
     "qwen3_tied qwen3_bias qwen3_window gemma phi3 phi3_window phi3_longrope olmo3 glm4 qwen3_moe "
     "mixtral olmoe granitemoe seed_oss seed_oss_biases "
-    "exaone4_small granite_swa_bare ernie4_5 ernie4_5_biases hunyuan_plain"
+    "exaone4_small granite_swa_bare ernie4_5 ernie4_5_biases hunyuan_plain minicpm5"
 )
 LOADED = [
     pytest.param(family, marks=pytest.mark.long if family in LIKE_OTHERS.split() else ())

@@ -211,6 +211,8 @@ FAMILIES = {
     "llama_head32": ("LlamaConfig", {"head_dim": 32, **rope(1e4)}),
     "llama_head96": ("LlamaConfig", {"head_dim": 96, **rope(1e4)}),
     "llama_head256": ("LlamaConfig", {"head_dim": 256, **rope(1e4)}),
+    # a plain Llama with few KV heads, and heads wider than their share of the hidden size
+    "minicpm5": ("LlamaConfig", {"head_dim": 24, "num_key_value_heads": 1, **rope(5e6)}),
     "mistral": ("MistralConfig", {"sliding_window": None, "head_dim": 12, **rope(1e6)}),
     "mistral_window": ("MistralConfig", {"sliding_window": 12, "head_dim": 12, **rope(1e6)}),
     "ministral": (
