@@ -96,7 +96,8 @@ class Experts(nnx.Module):
         stacks = tuple((f"{prefix}{x}.weight",) for x in words for prefix in (at, kind.tensor(at)))
         self.router = weight(router, (count, size), dtype, stddev=size**-0.5, stacks=stacks)
         bias = partial(weight, f"{at}gate.e_score_correction_bias", (count,), jnp.float32)
-        self.correction = bias() if config.has_correction_bias else None
+        named = ((f"{kind.tensor(at)}expert_bias",),)  # of LFM2
+        self.correction = bias(stacks=named) if config.has_correction_bias else None
         self.gate_up = self.stack(at, size, gate_proj=inner, up_proj=inner)
         self.down = self.stack(at, inner, down_proj=size)
         width = config.shared_expert_intermediate_size

@@ -1,12 +1,13 @@
-"""LFM2 and LFM2.5: short convolutions in most layers, attention in the others."""
+"""LFM2 and LFM2.5, dense or as mixtures: short convolutions in most layers, attention in others."""
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from specjax.config import Epsilon, Scale
 from specjax.json_file import Fields, Flag, PositiveSize, Size
+from specjax.models.experts import MixtureConfig, mixture_layers, read_experts
 from specjax.models.family import Family, alike
 from specjax.models.layers import LayerKind
 from specjax.models.short_conv import ConvConfig, ShortConv
@@ -23,6 +24,11 @@ NAMES = {  # Llama's words, and those of files
     "up_proj": "w3",
     "down_proj": "w2",
 }
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvMixtureConfig(ConvConfig, MixtureConfig):
+    """A language model with short convolutions, and mixtures of experts in most layers."""
 
 
 def _layers(
@@ -71,6 +77,18 @@ def _lfm2(config: Fields) -> dict[str, Any]:
     }
 
 
+def _lfm2_moe(config: Fields) -> dict[str, Any]:
+    count = config.get("num_hidden_layers", Size)
+    sizes = read_experts(
+        config,
+        scoring="sigmoid",
+        has_correction_bias=config.get("use_expert_bias", Flag, True),
+        routed_scaling_factor=config.get("routed_scaling_factor", Scale, 1.0),
+        dense_layers=tuple(range(min(config.get("num_dense_layers", Size, 2), count))),
+    )
+    return _lfm2(config) | sizes
+
+
 LFM2 = Family(
     architecture="Lfm2ForCausalLM",
     read=_lfm2,
@@ -78,4 +96,12 @@ LFM2 = Family(
     config=ConvConfig,
     defaults={"intermediate_size": 12288, "rope_theta": 1e6, "tie_word_embeddings": True},
     gguf=None,
+)
+LFM2_MOE = replace(
+    LFM2,
+    architecture="Lfm2MoeForCausalLM",
+    read=_lfm2_moe,
+    layers=partial(_layers, mixture_layers),
+    config=ConvMixtureConfig,
+    defaults={**LFM2.defaults, "intermediate_size": 7168, "block_auto_adjust_ff_dim": False},
 )

@@ -19,7 +19,7 @@ from specjax.models.gpt_oss import GPT_OSS
 from specjax.models.granite_swa import GRANITE_SWA
 from specjax.models.hunyuan import HUNYUAN
 from specjax.models.layers import LayerKind
-from specjax.models.lfm2 import LFM2
+from specjax.models.lfm2 import LFM2, LFM2_MOE
 from specjax.models.llama import GRANITE, LLAMA, MINISTRAL, MINISTRAL3, MISTRAL
 from specjax.models.mixtures import (
     GLM4_MOE,
@@ -70,6 +70,7 @@ FAMILIES: dict[str, Family] = {
     "ernie4_5": ERNIE,
     "hunyuan_v1_dense": HUNYUAN,
     "lfm2": LFM2,
+    "lfm2_moe": LFM2_MOE,
     "muse_glimmer_text": MUSE,
 }
 # models that also read images, and the family of their text model, which alone is loaded

@@ -181,6 +181,16 @@ MIXTURES = {
             **rope(150000.0, **YARN, truncate=False),
         },
     ),
+    "lfm2_moe": (
+        "Lfm2MoeConfig",
+        {
+            "layer_types": ["conv", "full_attention", "conv"],
+            "num_dense_layers": 1,
+            "routed_scaling_factor": 1.5,
+            **EXPERTS,
+            **rope(1e6),
+        },
+    ),
     "qwen3_5_moe": (
         "Qwen3_5MoeTextConfig",
         {
@@ -390,6 +400,9 @@ def make_model(
                 weight.copy_(0.5 * noise)
             else:
                 weight.copy_(noise * 1.5 * weight.shape[-1] ** -0.5)
+        for name, bias in model.named_buffers():
+            if name.endswith("expert_bias"):
+                bias.copy_(0.3 * torch.randn(bias.shape, generator=generator))
     return model.eval()
 
 
