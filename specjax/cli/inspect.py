@@ -22,6 +22,7 @@ from specjax.models.declare import SCALE
 from specjax.models.experts import MixtureConfig
 from specjax.models.gated_delta import DeltaConfig, GatedDelta
 from specjax.models.registry import family_of, layer_kinds
+from specjax.models.short_conv import ConvConfig
 from specjax.speculative.block import DFLASH, DSPARK
 from specjax.speculative.eagle import EAGLE, EAGLE3
 from specjax.speculative.multi_layer_eagle import MULTI_LAYER_EAGLE
@@ -103,9 +104,14 @@ def _facts(
         _, key_dim, heads, value_dim = config.delta_heads
         size = f"{4 * recurrent * heads * key_dim * value_dim} bytes per request"
         yield "states", f"{size} in {recurrent} of {config.num_layers} layers"
-    values = 2 * (config.num_layers - recurrent) * config.num_kv_heads * config.head_dim
+    convs = len(config.conv_layers) if isinstance(config, ConvConfig) else 0
+    if convs:
+        size = f"of {config.conv_L_cache} tokens"
+        yield "convolutions", f"{size} in {convs} of {config.num_layers} layers"
+    num_attentive = config.num_layers - recurrent - convs
+    values = 2 * num_attentive * config.num_kv_heads * config.head_dim
     plain = f"{values * config.dtypes.kv.itemsize} bytes per token in {config.dtype}"
-    yield "KV memory", f"{plain}, {values} in fp8_e4m3"
+    yield "KV memory", plain if convs else f"{plain}, {values} in fp8_e4m3"
 
 
 Opened = tuple[Checkpoint[Any], str, str]

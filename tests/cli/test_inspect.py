@@ -24,6 +24,7 @@ from ..support.model_files import (
     write_draft_model,
     write_eagle_head,
     write_hybrid,
+    write_lfm2,
     write_mixture,
     write_modules,
 )
@@ -174,6 +175,17 @@ def test_a_model_with_recurrent_layers(target: Path, tmp_path: Path, capsys: Any
         1,
         f"no: {path} has recurrent layers, which a draft model must not have",
     )
+
+
+def test_a_model_with_convolutions(target: Path, tmp_path: Path, capsys: Any) -> None:
+    """Its rows need little memory, whatever the length of the text."""
+    path = write_lfm2(tmp_path / "lfm2", target)
+    status, facts = inspect(capsys, path)
+    assert (status, facts["convolutions"]) == (0, "of 3 tokens in 1 of 2 layers")
+    values = 2 * CONFIG.num_kv_heads * CONFIG.head_dim
+    assert facts["KV memory"] == f"{2 * values} bytes per token in bfloat16"
+    status, facts = inspect(capsys, path, "--model", target)
+    assert (status, facts[f"fits {target}"]) == (0, "yes")
 
 
 @pytest.mark.parametrize(

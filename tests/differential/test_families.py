@@ -12,12 +12,10 @@ from specjax.engine import plan
 from specjax.engine.args import EngineArgs
 from specjax.engine.plan import plan_engine
 from specjax.kv import window_pages
-from specjax.models.lfm2 import NAMES as LFM2_NAMES
 from specjax.testing import Files, check_tokens, letter_tokenizer
 from specjax.testing.files import CONFIG, write_folder
-from specjax.testing.models import PERTURBATION
 
-from ..support.model_files import read_folder
+from ..support.model_files import read_folder, write_lfm2
 from .rows import BATCHES, SEEN, Row, drafting, serving
 from .trial import Reference, Trial
 
@@ -59,37 +57,18 @@ def gemma2(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return named
 
 
-def lfm2(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The copying target with a short convolution instead of the attention of its first layer."""
-    conv, size, rng = "model.layers.0.conv.", CONFIG.hidden_size, np.random.default_rng(3)
-    shapes = {"in_proj": (3 * size, size), "conv": (size, 1, 3), "out_proj": (size, size)}
-    named = {
-        f"{conv}{name}.weight": (rng.normal(size=shape) * shape[-1] ** -0.5).astype(np.float32)
-        for name, shape in shapes.items()
-    }
-    named[f"{conv}out_proj.weight"] *= np.float32(8 * PERTURBATION)
-    for norm in ("q_norm", "k_norm"):
-        named[f"model.layers.1.self_attn.{norm}.weight"] = np.ones(CONFIG.head_dim, np.float32)
-    named |= {x: y for x, y in tensors.items() if "layers.0.self_attn." not in x}
-    return {
-        ".".join(LFM2_NAMES.get(word, word) for word in x.split(".")): y for x, y in named.items()
-    }
-
-
 def write_family(path: Path, target: Path, name: str) -> Path:
     """Write the copying target as a model with one layer with a window and one without."""
+    if name == "lfm2":
+        return write_lfm2(path, target)
     config, tensors = read_folder(target)
     config |= {"model_type": name, "architectures": [f"{name.title()}ForCausalLM"]}
     kinds = ["sliding_attention", "full_attention"]
-    windows = {"sliding_window": WINDOW, "layer_types": kinds}
-    config |= {} if name == "lfm2" else windows
+    config |= {"sliding_window": WINDOW, "layer_types": kinds}
     if name == "gemma2":
         tensors = gemma2(tensors)
         config |= {"attn_logit_softcapping": 0.7, "final_logit_softcapping": 5.0}
         config |= {"query_pre_attn_scalar": 3, "hidden_activation": "gelu_pytorch_tanh"}
-    if name == "lfm2":
-        tensors = lfm2(tensors)
-        config |= {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False}
     return write_folder(path, config, tensors, letter_tokenizer())
 
 

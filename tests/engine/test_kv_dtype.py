@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,6 +25,7 @@ from specjax.engine.plan import plan_engine
 from specjax.testing import Files
 
 from ..support.lowering import TRITON_CALL, lower_for_cuda
+from ..support.model_files import write_lfm2
 
 PROMPT = [5, 9, 11, 40, 2, 7] * 4
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=12, ignore_eos=True)
@@ -72,6 +74,13 @@ def test_narrow_heads_on_a_gpu_are_named() -> None:
         assert len([*kv_format.warnings(model, gpu)]) == is_slow
         assert not [*kv_format.warnings(replace(model, kv_cache_dtype="auto"), gpu)]
         assert not [*kv_format.warnings(model, jax.devices()[0])]
+
+
+def test_rows_of_convolutions_are_not_stored_in_8_bits(files: Files, tmp_path: Path) -> None:
+    path = write_lfm2(tmp_path / "lfm2", files.target)
+    arguments = files.arguments(target=path, speculative=False, kv_cache_dtype="fp8_e4m3")
+    with pytest.raises(ValueError, match="'fp8_e4m3' is not supported for model_type='lfm2'"):
+        plan_engine(EngineArgs(**arguments))
 
 
 @pytest.mark.slow

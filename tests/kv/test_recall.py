@@ -7,6 +7,8 @@ import pytest
 
 from specjax.kv.pages import PageView, Segments
 
+from ..support.lowering import TRITON_CALL, lower_for_cuda
+
 SIZE, CHANNELS, COUNT = 4, 20, 3  # of a page, of a row (3 places of 2 * 1 * 4 values), recalled
 TABLE = np.array([[3, 1, 6], [2, 5, 4]], np.int32)
 LENS = np.array([5, 1], np.int32)  # tokens before the new ones
@@ -88,3 +90,16 @@ def test_levels_of_drafts() -> None:
     earlier = recall(filled(old), LENS, np.ones((2, 2, CHANNELS), np.float32))
     last = np.stack([rows[-2:] for rows in old])[:, None]
     np.testing.assert_array_equal(earlier, np.broadcast_to(last, earlier.shape))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_kernels_lower_for_cuda(dtype: str) -> None:
+    shape = jax.ShapeDtypeStruct
+
+    def recall(pool: jax.Array, lens: jax.Array, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+        view = PageView((jnp.asarray(TABLE),), SIZE, "pallas")
+        return view.attend(lens, NUM_ROWS, tree_mask=tree()).recall(pool, 1, rows, COUNT)
+
+    arrays = shape((5, 28, 2, 2, 16), dtype), shape((2,), jnp.int32), shape((2, 5, 100), dtype)
+    assert lower_for_cuda(recall, *arrays).count(TRITON_CALL) == 2

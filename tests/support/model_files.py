@@ -16,6 +16,7 @@ from specjax.config import BlockConfig, ModelConfig
 from specjax.models.block import BlockDraft
 from specjax.models.decoder import CausalLM
 from specjax.models.flat import FlatModel
+from specjax.models.lfm2 import NAMES as LFM2_NAMES
 from specjax.testing import letter_tokenizer, random_weights
 from specjax.testing.files import CONFIG, HEAD, write_folder
 from specjax.testing.models import PERTURBATION, copying_target
@@ -218,4 +219,26 @@ def write_hybrid(path: Path, target: Path) -> Path:
     named["mtp.fc.weight"] = np.eye(size, 2 * size, dtype=np.float32)
     norms = "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"
     named |= {f"mtp.{name}.weight": np.zeros(size, np.float32) for name in norms}
+    return write_folder(path, config, named, letter_tokenizer())
+
+
+def write_lfm2(path: Path, target: Path) -> Path:
+    """Write the copying target with a short convolution in place of its first attention."""
+    config, tensors = read_folder(target)
+    config |= {"model_type": "lfm2", "architectures": ["Lfm2ForCausalLM"]}
+    config |= {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False}
+    conv, size, rng = "model.layers.0.conv.", CONFIG.hidden_size, np.random.default_rng(3)
+    shapes = {"in_proj": (3 * size, size), "conv": (size, 1, 3), "out_proj": (size, size)}
+    named = {x: y for x, y in tensors.items() if "layers.0.self_attn." not in x}
+    for name, shape in shapes.items():
+        values = rng.normal(size=shape) * shape[-1] ** -0.5
+        named[f"{conv}{name}.weight"] = values.astype(np.float32)
+    named[f"{conv}out_proj.weight"] *= np.float32(8 * PERTURBATION)
+    for norm in ("q_norm", "k_norm"):
+        named[f"model.layers.1.self_attn.{norm}.weight"] = np.ones(CONFIG.head_dim, np.float32)
+
+    def renamed(name: str) -> str:
+        return ".".join(LFM2_NAMES.get(word, word) for word in name.split("."))
+
+    named = {renamed(name): tensor for name, tensor in named.items()}
     return write_folder(path, config, named, letter_tokenizer())

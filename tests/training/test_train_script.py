@@ -164,6 +164,11 @@ def test_target_and_options_are_checked_before_generation(
             "",
             "training does not support recurrent layers",
         ),
+        (
+            {"model_type": "lfm2", "architectures": ["Lfm2ForCausalLM"], "layer_types": None},
+            "",
+            "training does not support short convolutions",
+        ),
         ({}, "--algorithm DFLASH --initial {dspark}", "is not for --algorithm DFLASH"),
         ({}, "--algorithm DSPARK --initial {sliding}", "sliding windows, causal layers, biases"),
         ({}, "--algorithm DSPARK --initial {fp8}", "or quantised matrices cannot be trained"),
