@@ -23,11 +23,12 @@ from specjax.models.flat import FlatModel
 from specjax.models.layers import Attention
 from specjax.models.mesh import draft_shards, refusals
 from specjax.models.registry import FAMILIES
+from specjax.models.short_conv import ConvConfig
 from specjax.runtime.runner_config import RunnerConfig
 from specjax.scheduling.loop import EngineFault
 from specjax.testing import Files
 from specjax.testing.files import HEAD
-from specjax.testing.models import EAGLE3, TARGET
+from specjax.testing.models import EAGLE3, SIZES, TARGET
 
 from ..support.compilation import counted_compilations
 from ..support.meshes import (
@@ -244,6 +245,12 @@ def test_each_device_has_blocks_of_packed_experts(files: Files, tmp_path: Path) 
         "which devices share in MXFP4"
     )
     assert not list(refusals(replace(config, moe_intermediate_size=192), (), 2))
+
+
+def test_convolutions_are_refused() -> None:
+    config = ConvConfig(**SIZES, num_layers=2, model_type="lfm2", conv_layers=(0,))
+    (text,) = refusals(config, (), 2)
+    assert text.startswith("tp_size=2 does not support layers of ShortConv and MLP; it needs")
 
 
 def test_layers_of_other_packages_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
