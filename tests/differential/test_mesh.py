@@ -253,7 +253,6 @@ def test_four_devices(wide: Files) -> None:
         assert not replicas_that_differ(made)
 
 
-@pytest.mark.long
 def test_eight_devices(wide: Files) -> None:
     """In a process of its own, because the others have four."""
     options = {"speculative_algorithm": "NGRAM", "dtype": "float32", "compile_cache_dir": None}
