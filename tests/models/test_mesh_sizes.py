@@ -5,6 +5,7 @@ import pytest
 
 from specjax.config import ModelConfig
 from specjax.models.declare import pool_shapes
+from specjax.models.experts import MixtureConfig
 from specjax.models.mesh import refusals
 from specjax.models.placement import Placement
 from specjax.speculative.algorithm import PLAIN
@@ -51,3 +52,34 @@ def test_bytes_of_a_device(name: str) -> None:
         (pool,) = place.abstract(pool_shapes(networks.target.caches, (1,)), 3)
         token = jax.ShapeDtypeStruct(pool.sharding.shard_shape(pool.shape), pool.dtype)
         assert token.size * token.dtype.itemsize == EXPECTED[name][1] // count
+
+
+@pytest.mark.slow
+def test_bytes_of_a_mixture_with_fewer_kv_heads_than_devices() -> None:
+    """Qwen3-235B-A22B: 470 GB, of which the experts are 454."""
+    config = MixtureConfig(
+        model_type="qwen3_moe",
+        hidden_size=4096,
+        num_heads=64,
+        num_kv_heads=4,
+        head_dim=128,
+        num_layers=94,
+        intermediate_size=12288,
+        num_experts=128,
+        num_experts_per_tok=8,
+        moe_intermediate_size=1536,
+        vocab_size=151936,
+        qk_norm=True,
+        dtype="bfloat16",
+    )
+    embedding, routers = 2 * 151936 * 4096, 2 * 94 * 128 * 4096
+    experts, outputs = 2 * 94 * 128 * 3 * 4096 * 1536, 2 * 94 * 64 * 128 * 4096
+    for count in COUNTS:
+        qkv = 2 * 94 * 4096 * 128 * (64 + 2 * max(4, count))
+        expected = (experts + outputs + qkv + embedding) / count + embedding + routers
+        place = Placement((jax.devices() * 2)[:count])
+        networks = PLAIN.networks(config, placement=place)
+        assert not list(refusals(config, (), count))
+        assert networks.weight_bytes == pytest.approx(expected, rel=0.001)
+        if count > 1:
+            assert networks.replicated_bytes == pytest.approx(embedding + routers, rel=0.002)
