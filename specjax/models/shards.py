@@ -64,7 +64,7 @@ class Split:
         begin = min(device * size, units)
         if units < count:  # neighbours store the same one
             begin = device * units // count
-        return begin * self.unit, min((begin + size) * self.unit, width)
+        return min(begin * self.unit, width), min((begin + size) * self.unit, width)
 
     def _size(self, width: int, count: int) -> int:
         """The largest share."""
