@@ -476,7 +476,7 @@ class Engine:
     ) -> None:
         if not allow_nonfinite:
             for weights in replacement:
-                check_finite(weights, self.runner.networks.placement)
+                check_finite(weights)
         for engine in self._engines:  # check all before any is changed
             engine.check_health()
         for engine in self._engines:

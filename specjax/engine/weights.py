@@ -72,7 +72,7 @@ def load_weights(
     if shared is None:
         loaded.append((plan.target, nets.target, target))
     for checkpoint, flat, weights in loaded:
-        check_finite(dict(zip(flat.names, weights, strict=True)), placement, checkpoint.path)
+        check_finite(dict(zip(flat.names, weights, strict=True)), checkpoint.path)
     return target, draft
 
 
@@ -211,11 +211,11 @@ def weights_from_tensors(
     return ({}, weights) if draft else (weights, {})
 
 
-def check_finite(weights: Mapping[str, Any], place: Placement, path: Path | None = None) -> None:
+def check_finite(weights: Mapping[str, Any], path: Path | None = None) -> None:
     """Raise ValueError if a weight, of the file ``path`` or of an update, is NaN or infinite."""
     floats = (name for name, x in weights.items() if jnp.issubdtype(x.dtype, jnp.floating))
     # all results are computed before the first is read
-    for name, is_finite in [(name, _is_finite(weights[name], place)) for name in floats]:
+    for name, is_finite in [(name, _is_finite(weights[name])) for name in floats]:
         if not jax.device_get(is_finite):
             where, remedy = f" of {path}", "use another file"
             if path is None:
@@ -238,11 +238,11 @@ def _compile_checks(plan: EnginePlan) -> None:
     pool.shutdown(wait=False)
 
 
-def _is_finite(weight: Any, place: Placement) -> Any:
+def _is_finite(weight: Any) -> Any:
     devices = weight.devices() if isinstance(weight, jax.Array) else set()
     if len(devices) > 1 or any(device.platform != "cpu" for device in devices):
         check = _device_check(weight.shape, weight.dtype, weight.sharding)
-        with place.in_order:
+        with Placement(tuple(devices)).in_order_of_all():
             return check(weight)
     # Viewed as integers, non-finite values are at least infinity; 5 times as fast as isfinite.
     array = np.asarray(weight)

@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.sharding import NamedSharding, PartitionSpec
 
 from specjax.models.declare import Recipe
 from specjax.models.flat import FlatModel, Weights
@@ -58,12 +57,13 @@ def put_pieces(weight: Any, split: Split | None, placement: Placement) -> Any:
 def brought(array: Array, placement: Placement) -> Array:
     """An array in any pieces on these devices; from other devices, it is moved to them."""
     mesh = getattr(array.sharding, "mesh", None)
-    devices = array.devices() if mesh is None else mesh.devices.flat
-    if tuple(devices) == placement.devices and array.committed:
+    devices = tuple(array.devices() if mesh is None else mesh.devices.flat)
+    if devices == placement.devices and array.committed:
         return array
     if mesh is not None:  # JAX would move pieces of another form through the host
-        on_each = NamedSharding(mesh, PartitionSpec())
-        array = _run(_taking(None, on_each), placement, array).addressable_data(0)
+        there = Placement(devices)
+        with there.in_order_of_all():
+            array = _taking(None, there.sharding())(array).addressable_data(0)
     is_even = array.ndim > 0 and array.shape[0] % placement.count == 0
     return jax.device_put(array, placement.sharding(0 if is_even else None))
 

@@ -3,7 +3,8 @@
 import logging
 import os
 import re
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from glob import glob
@@ -138,10 +139,21 @@ class Placement:
 
     @property
     def in_order(self) -> AbstractContextManager[Any]:
-        """Hold this while a function is dispatched."""
+        """Hold this while a function is dispatched on the devices of an engine."""
         if self.count == 1:
             return nullcontext()
         return _IN_ORDER.setdefault(frozenset(self.devices), Lock())
+
+    @contextmanager
+    def in_order_of_all(self) -> Iterator[None]:
+        """Hold this instead if an array came with the devices: engines may have some of them."""
+        with ExitStack() as stack:
+            if self.count > 1:
+                _IN_ORDER.setdefault(frozenset(self.devices), Lock())
+                common = [x for x in list(_IN_ORDER) if not x.isdisjoint(self.devices)]
+                for devices in sorted(common, key=lambda x: sorted(device.id for device in x)):
+                    stack.enter_context(_IN_ORDER[devices])
+            yield
 
     def check_others(self) -> None:
         """Raise ValueError if another mesh in use has some of these devices, but not all.

@@ -17,11 +17,14 @@ from specjax.compiling.pool import CompilePool
 from specjax.config import Quantization
 from specjax.engine.args import EngineArgs
 from specjax.engine.plan import plan_engine
+from specjax.engine.weights import check_finite
 from specjax.models.eagle import build_head
 from specjax.models.family import alike
 from specjax.models.flat import FlatModel
 from specjax.models.layers import Attention
 from specjax.models.mesh import draft_shards, refusals
+from specjax.models.pieces import put_pieces
+from specjax.models.placement import Placement
 from specjax.models.registry import FAMILIES
 from specjax.models.short_conv import ConvConfig
 from specjax.runtime.runner_config import RunnerConfig
@@ -337,6 +340,25 @@ def test_calls_over_a_mesh_have_one_order(pair: Engine, monkeypatch: pytest.Monk
     with ThreadPoolExecutor(1) as executor:
         with place.in_order:
             asked = executor.submit(pair.generate, input_ids=PROMPTS[0], sampling_params=params)
+            with pytest.raises(TimeoutError):
+                asked.result(timeout=0.2)
+        asked.result(timeout=60)
+
+
+@pytest.mark.parametrize("start", [2, 0])
+@pytest.mark.parametrize("read", ["put_pieces", "check_finite"])
+def test_arrays_of_devices_are_read_in_the_order_of_engines_there(read: str, start: int) -> None:
+    """Of the devices of another engine, or of a trainer that also has others."""
+    theirs = Placement(tuple(jax.devices()[start:]))
+    array = jax.device_put(np.zeros((4, 4), np.float32), theirs.sharding(0))
+    run = {
+        "put_pieces": lambda: jax.block_until_ready(put_pieces(array, None, Placement.on(1))),
+        "check_finite": lambda: check_finite({"x": array}),
+    }[read]
+    run()  # compiles
+    with ThreadPoolExecutor(1) as executor:
+        with Placement(tuple(jax.devices()[2:])).in_order:
+            asked = executor.submit(run)
             with pytest.raises(TimeoutError):
                 asked.result(timeout=0.2)
         asked.result(timeout=60)
