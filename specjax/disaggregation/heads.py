@@ -30,11 +30,12 @@ def cuts_of(nets: Networks, state: DeviceState, axes: Sequence[int | None]) -> l
     num_target = len(jax.tree.leaves(state.pools.target))
     cuts = []
     for i, leaf in enumerate(jax.tree.leaves(state.pools)):
+        if axes[i] is None:
+            continue
         config = nets.target_config if i < num_target else nets.draft_config
         spec = leaf.sharding.spec
         repeats = leaf.shape[HEADS] // config.num_kv_heads if AXIS in spec else 1
-        if axes[i] is not None:
-            cuts.append(Cut(spec, repeats))
+        cuts.append(Cut(spec, repeats))
     return cuts
 
 

@@ -17,6 +17,7 @@ from specjax.disaggregation.rows import KVTransfer, put_rows, take_rows
 from specjax.testing import Files
 
 from ..support.meshes import PROMPTS, check_dense, dense_weights, replicas_that_differ
+from ..support.model_files import write_hybrid
 from ..support.quantized_files import FORMATS, compressed, make, packed
 from ..support.waiting import wait_for
 from .sides import SIZES, wait_until_empty
@@ -38,11 +39,11 @@ def sides(request: Any, files: Files) -> Iterator[DisaggregatedEngine]:
         yield engine
 
 
-def check(engine: DisaggregatedEngine) -> None:
+def check(engine: DisaggregatedEngine, num_accepted: int = 20) -> None:
     """Tokens are those of dense decoding, and the prefill side computed all prompts."""
     engine.prefill.flush_cache()
     before = engine.prefill.metrics.snapshot().prefilled_tokens
-    assert check_dense(engine, dense_weights(engine)) > 20
+    assert check_dense(engine, dense_weights(engine)) > num_accepted
     wait_until_empty(engine)
     after = engine.prefill.metrics.snapshot().prefilled_tokens
     assert after - before == 2 * sum(map(len, PROMPTS))
@@ -81,6 +82,15 @@ def test_sides_of_quantised_matrices(
     ) as engine:
         assert engine._side[1].weights == engine.prefill._side[1].weights
         check(engine)
+
+
+def test_states_of_sides_without_a_draft_network(files: Files, tmp_path: Path) -> None:
+    hybrid = replace(files, target=write_hybrid(tmp_path / "hybrid", files.target))
+    options = SIZES | {"speculative_algorithm": "NGRAM", "draft": None}
+    with hybrid.engine(
+        kind=DisaggregatedEngine, tp_size=2, prefill={"page_size": 16}, **options
+    ) as engine:
+        check(engine, 0)
 
 
 def test_heads_that_two_devices_have_are_sent_once(sides: DisaggregatedEngine) -> None:
