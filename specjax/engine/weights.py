@@ -159,7 +159,8 @@ def weights_from_tensors(
     tensors = {owner.canonical_name(name): tensors[name] for name in tensors}
     used_names = set[str]()
     # other tensors are cut, joined or quantised on the host
-    may_stay = {x.name for recipe in recipes.values() for x in recipe.parts} | {"lm_head.weight"}
+    may_stay = {x.name for recipe in recipes.values() for x in recipe.parts if not x.made_of}
+    may_stay.add("lm_head.weight")
     for name, value in tensors.items():
         if format is not None or name not in may_stay:
             tensors[name] = np.asarray(value)

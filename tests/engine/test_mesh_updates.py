@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,7 +15,10 @@ from specjax import Engine, SamplingParams
 from specjax.checkpoints import open_target
 from specjax.engine import weights as engine_weights
 from specjax.testing import Files, Job, dense_decode
+from specjax.testing.files import write_folder
 
+from ..support import mxfp4_files
+from ..support.compilation import counted_compilations
 from ..support.meshes import (
     PROMPTS,
     check_dense,
@@ -21,6 +26,7 @@ from ..support.meshes import (
     nothing_passes_the_host,
     replicas_that_differ,
 )
+from ..support.model_files import read_folder
 from ..support.waiting import wait_for
 
 pytestmark = pytest.mark.slow
@@ -89,6 +95,30 @@ def _weights_of(engine: Engine, stored: dict[str, Any], named: dict[str, Any]) -
             joined = np.concatenate([part.arranged(stored[part.name]) for part in recipe.parts])
             made[name] = joined.T if recipe.transpose else joined
     return jax.device_put(tuple(made[name] for name in flat.names))
+
+
+def test_packed_experts_are_made_on_the_host(
+    files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files have their inputs in another order, which devices would exchange."""
+    monkeypatch.setattr(mxfp4_files, "INNER", 192)  # devices have different numbers of blocks
+    path = mxfp4_files.write_gpt_oss(tmp_path / "old", files.target)
+    config, tensors = read_folder(path)
+    new = {name: np.flip(x, 0) for name, x in tensors.items() if ".experts." in name}
+    other = open_target(write_folder(tmp_path / "new", config, tensors | new), dtype="float32")
+    source = replace(files, target=path)
+    with source.engine(tp_size=2, speculative=False, draft=None) as made:
+        given = {
+            name: jax.device_put(x, made.runner.networks.placement.sharding(1))
+            for name, x in new.items()
+        }
+        with counted_compilations() as compiled:
+            engine_weights.weights_from_tensors(made._plan, given, draft=False)
+        assert not compiled
+        made.update_weights_from_tensor(given)
+        flat = made.runner.networks.target
+        check_dense(made, jax.device_put(tuple(flat.order(other.load_weights()))))
+        assert not replicas_that_differ(made)
 
 
 def test_aborts_preemption_and_an_update_in_flight(files: Files) -> None:
