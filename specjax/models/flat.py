@@ -137,11 +137,13 @@ def recipes_of(network: Callable[..., nnx.Module], config: TransformerConfig) ->
 def _normal(
     key: Array, shape: tuple[int, ...], dtype: jnp.dtype, stddev: float, sharding: Any = None
 ) -> Array:
-    if dtype == jnp.uint16:  # packed values
-        return jax.random.bits(key, shape, dtype)
-    values = stddev * jax.random.normal(key, shape)
+    is_packed = dtype == jnp.uint16
+    values = jax.random.bits(key, shape, dtype) if is_packed else jax.random.normal(key, shape)
     if sharding is not None:
         values = jax.lax.with_sharding_constraint(values, sharding)
+    if is_packed:
+        return values
+    values = stddev * values
     if jnp.issubdtype(dtype, jnp.integer):  # conversion wraps around
         values = values.clip(jnp.iinfo(dtype).min, jnp.iinfo(dtype).max)
     return values.astype(dtype)

@@ -18,6 +18,7 @@ from specjax.config import Quantization
 from specjax.engine.args import EngineArgs
 from specjax.engine.plan import plan_engine
 from specjax.engine.weights import check_finite
+from specjax.models.decoder import CausalLM
 from specjax.models.eagle import build_head
 from specjax.models.family import alike
 from specjax.models.flat import FlatModel
@@ -33,6 +34,7 @@ from specjax.testing import Files
 from specjax.testing.files import HEAD
 from specjax.testing.models import EAGLE3, SIZES, TARGET
 
+from ..support import mxfp4_files
 from ..support.compilation import counted_compilations
 from ..support.meshes import (
     PROMPTS,
@@ -44,7 +46,6 @@ from ..support.meshes import (
     passes,
     replicas_that_differ,
 )
-from ..support.mxfp4_files import write_gpt_oss
 
 COUNT = 2
 EAGLE_OPTIONS = {"speculative_algorithm": "EAGLE3"}
@@ -241,7 +242,7 @@ def test_4_bit_integers_need_a_jax_that_takes_them(version, accepts, monkeypatch
 
 
 def test_each_device_has_blocks_of_packed_experts(files: Files, tmp_path: Path) -> None:
-    config = open_target(write_gpt_oss(tmp_path, files.target)).config
+    config = open_target(mxfp4_files.write_gpt_oss(tmp_path, files.target)).config
     (text,) = refusals(config, (), 2)
     assert text == (
         "tp_size=2 exceeds 1, the number of blocks of 128 columns in moe_intermediate_size=64, "
@@ -254,6 +255,18 @@ def test_convolutions_are_refused() -> None:
     config = ConvConfig(**SIZES, num_layers=2, model_type="lfm2", conv_layers=(0,))
     (text,) = refusals(config, (), 2)
     assert text.startswith("tp_size=2 does not support layers of ShortConv and MLP; it needs")
+
+
+@pytest.mark.slow
+def test_random_packed_experts_are_drawn_in_pieces(
+    files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mxfp4_files, "INNER", 192)
+    config = open_target(mxfp4_files.write_gpt_oss(tmp_path, files.target)).config
+    flat = FlatModel.of(partial(CausalLM, config, shards=COUNT))
+    drawn = dict(zip(flat.names, flat.random(0, place := Placement.on(0, COUNT)), strict=True))
+    for name, axis in (("gate_up", 2), ("down", 1)):
+        assert drawn[f"layers.0.mlp.{name}"].sharding == place.sharding(axis)
 
 
 def test_layers_of_other_packages_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
