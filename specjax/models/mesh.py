@@ -12,14 +12,17 @@ from specjax.models.family import draft_kinds
 from specjax.models.flat import FlatModel
 from specjax.models.gated_delta import DeltaConfig, GatedDelta
 from specjax.models.gpt_oss import BiasedExperts
+from specjax.models.hunyuan import NormAfterRotation
 from specjax.models.layers import MLP, Attention, LayerKind
+from specjax.models.muse import MuseAttention
 from specjax.models.qwen35 import GatedAttention
 from specjax.models.registry import layer_kinds
 
 # the first version whose compiled functions take 4-bit integers that are on several devices
 INT4_VERSION = (0, 11)
 # modules of layers that know how devices share them; a subclass may not
-SHARED = {Attention, GatedAttention, GatedDelta, MLP, Experts, BiasedExperts}
+SHARED = {Attention, GatedAttention, NormAfterRotation, MuseAttention, GatedDelta}
+SHARED |= {MLP, Experts, BiasedExperts}
 Config = ModelConfig | DraftConfig | BlockConfig
 # Bytes of a draft for each sum over two devices in its pass from which a split pays off: an H200
 # reads half of them in the 20 us of a sum.

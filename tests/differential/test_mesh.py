@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import pytest
 
 from specjax import SamplingParams
 from specjax.checkpoints import open_target
+from specjax.models import registry
 from specjax.models.decoder import CausalLM
 from specjax.models.flat import FlatModel
 from specjax.models.mesh import INT4_VERSION
@@ -76,6 +77,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "norms of all heads": {"model_type": "olmo2"},
     "norms of all heads, one KV head": {"model_type": "olmo2", "num_kv_heads": 1},
     "a repeated KV head, biases": {"model_type": "qwen2", "num_kv_heads": 1, "qkv_bias": True},
+    "norms after rotation": {"model_type": "hunyuan_v1_dense", "qk_norm": True},
+    "output gates": {
+        "model_type": "muse_glimmer_text",
+        "qk_scale_factor": 3.87,
+        "post_norm_eps": 1e-8,
+        "windows": (8, 0),
+        "layer_ropes": (None, None),
+        "logit_softcap": 20.0,
+    },
     "windows, norms of outputs, soft caps": {
         "model_type": "gemma2",
         "tie_word_embeddings": True,
@@ -120,7 +130,8 @@ def test_every_algorithm_drafts_for_a_split_target(
 @pytest.fixture(scope="module", params=FAMILIES)
 def family(request: Any, files: Files, tmp_path_factory: pytest.TempPathFactory) -> Files:
     folder: Path = tmp_path_factory.mktemp("family")
-    config = replace(CONFIG, **FAMILIES[request.param])
+    values = {x.name: getattr(CONFIG, x.name) for x in fields(CONFIG)} | FAMILIES[request.param]
+    config = registry.FAMILIES[values["model_type"]].config(**values)
     target = write_model(folder / "target", config, tokenizer=letter_tokenizer())
     return replace(files, target=target)
 
