@@ -188,8 +188,8 @@ class EngineArgs:
         show_progress: print sizes and a progress bar to standard error. Default: on a terminal.
         base_gpu_id: index of the engine's first device in ``jax.devices()``.
         tp_size: number of devices that share the target's weights and KV, from ``base_gpu_id`` on.
-            It must divide the heads, the KV heads and the inner width of the model. See
-            docs/many_gpus.md.
+            It must divide the heads and the inner width of the model, and divide the KV heads or be
+            a multiple of their number. See docs/many_gpus.md.
         disaggregation_mode: ``"prefill"`` only computes prompts for other engines; ``"decode"``
             sends its prompts to such an engine if one is connected; see docs/disaggregation.md.
         disaggregation_address: ``host:port`` that the prefill side listens on and the decode side
