@@ -320,7 +320,9 @@ class SpeculativeAlgorithm(CommonAlgorithm, ABC):
         placement = placement or Placement.on()
         model = FlatModel.of(partial(CausalLM, target, implementation=how, shards=placement.count))
         draft = self.draft_model(draft_config, implementation)
-        config = draft_config if _takes_shards(type(self).network) else None
+        # a subclass may make its network without them
+        takes_shards = all(map(_takes_shards, (type(self).network, self.draft_model)))
+        config = draft_config if takes_shards else None
         count = draft_shards(draft, config, placement.count, draft_tp_size)
         if count > 1:
             draft = self.draft_model(draft_config, implementation, count)
@@ -378,7 +380,7 @@ class SpeculativeAlgorithm(CommonAlgorithm, ABC):
 
 
 def _takes_shards(network: Any) -> bool:
-    """Whether devices may share a draft network, as its parameters say."""
+    """Whether devices may share a draft network, as the parameters of what makes it say."""
     make: Any = network
     if isinstance(network, type):  # the metaclass of modules hides their parameters
         make = make.__init__

@@ -18,6 +18,7 @@ from specjax.config import Quantization
 from specjax.engine.args import EngineArgs
 from specjax.engine.plan import plan_engine
 from specjax.engine.weights import check_finite
+from specjax.models import mesh
 from specjax.models.decoder import CausalLM
 from specjax.models.eagle import build_head
 from specjax.models.family import alike
@@ -30,6 +31,7 @@ from specjax.models.registry import FAMILIES
 from specjax.models.short_conv import ConvConfig
 from specjax.runtime.runner_config import RunnerConfig
 from specjax.scheduling.loop import EngineFault
+from specjax.speculative.eagle import Eagle
 from specjax.testing import Files
 from specjax.testing.files import HEAD
 from specjax.testing.models import EAGLE3, SIZES, TARGET
@@ -174,6 +176,21 @@ def test_drafts_that_cannot_be_split_are_refused(config: Any, text: str) -> None
     flat = FlatModel.of(partial(build_head, config or EAGLE3))
     with pytest.raises(ValueError, match=text):
         draft_shards(flat, config, 2, 2)
+
+
+def test_networks_that_a_subclass_makes_without_shards_are_whole() -> None:
+    class Own(Eagle):
+        def draft_model(self, config: Any, implementation: str | None) -> Any:
+            return super().draft_model(config, implementation)
+
+    options: dict[str, Any] = {"placement": Placement.on(0, COUNT)}
+    for kind, count in ((Eagle, 2), (Own, 1)):
+        algorithm = kind(name="EAGLE3", checkpoint_format="eagle-3")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(mesh, "BYTES_PER_SUM", 0.0)
+            assert algorithm.networks(TARGET, EAGLE3, **options).draft.shards == count
+    with pytest.raises(ValueError, match="draft_tp_size=2 must be 1: the draft's network"):
+        algorithm.networks(TARGET, EAGLE3, **options, draft_tp_size=2)
 
 
 def test_devices_exchange_two_sums_of_a_layer_and_the_logits(pair: Engine) -> None:
