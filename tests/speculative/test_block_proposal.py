@@ -280,7 +280,7 @@ def test_drafts_equal_a_reference_in_numpy(name: str) -> None:
         places = jnp.broadcast_to(jnp.arange(longest), (2, longest))
         pool = draft.store(features, places, pool, pages.store(jnp.array([0, 0]), longest))
         batch = Batch(
-            target=SimpleNamespace(embedding=lambda ids: table[ids]),  # type: ignore[arg-type]
+            target=SimpleNamespace(embedding=lambda ids: table[ids], shards=1),  # type: ignore[arg-type]
             draft=draft,
             pages=pages,
             sampling=None,  # type: ignore[arg-type]
