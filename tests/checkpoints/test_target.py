@@ -42,7 +42,7 @@ def test_a_family_of_another_package(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(registry, "entry_points", lambda group, name: named[group, name])
     changes = {"model_type": "post"}
     directory = write_folder(tmp_path / "hf", CONFIG | changes, target_tensors())
-    with pytest.raises(ValueError, match=r"model_type='post' must be one of \['gemma'"):
+    with pytest.raises(ValueError, match=r"model_type='post' must be one of \['ernie4_5'"):
         open_target(directory)
     points.append(Point(lambda: 1 / 0))
     with pytest.raises(ValueError, match=r"'post' is from post_package.family .* ZeroDivision"):
