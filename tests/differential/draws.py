@@ -1,6 +1,6 @@
 """Random engines and random requests, reproducible from the generator."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -210,9 +210,9 @@ def split(sizes: Options, *, is_apart: bool = False) -> Options:
 # Requests
 
 
-def draw_phrases(rng: np.random.Generator) -> list[list[int]]:
+def draw_phrases(rng: np.random.Generator, lengths: Sequence[int]) -> list[list[int]]:
     """Common beginnings of prompts."""
-    return [rng.integers(len(LETTERS), size=n).tolist() for n in (3, 10, 40)]
+    return [rng.integers(len(LETTERS), size=n).tolist() for n in lengths]
 
 
 def draw_wish(rng: np.random.Generator, phrases: list[list[int]], room: int) -> Wish:

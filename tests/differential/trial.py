@@ -157,8 +157,11 @@ class Trial:
 
     Attributes:
         options: of the engine.
+        phrases: numbers of tokens of the common beginnings of prompts.
         counts: number of tokens, preemptions, aborts, updates and so on.
     """
+
+    phrases = 3, 10, 40
 
     def __init__(self, files: Files, plain: Reference, rng: np.random.Generator, options: Options):
         self.files, self.plain, self.rng, self.options = files, plain, rng, options
@@ -201,7 +204,7 @@ class Trial:
         return [(name, int(self.rng.integers(1, 60))) for name in names[:count]]
 
     def draw_batch(self, event: str, room: int) -> list[Wish]:
-        phrases = draw_phrases(self.rng)
+        phrases = draw_phrases(self.rng, self.phrases)
         wishes = [draw_wish(self.rng, phrases, room) for _ in range(BATCH)]
         name = "batches with grammars"
         has_grammars = bool(self.options.get("grammar_backend"))
