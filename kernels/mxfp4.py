@@ -11,7 +11,7 @@ bring those of the others there:
     sign of     0   2   3   1
     size of                    3        0      1      2
 
-Scales are words u32 ``[E, outputs, C]``, with a byte for each 32 inputs. If the number of inputs is
+Scales are words u32 ``[E, C, outputs]``, with a byte for each 32 inputs. If the number of inputs is
 no multiple of 128, the last block ends with zeros. Source: OCP Microscaling Formats (MX), version
 1.0.
 """
@@ -91,9 +91,9 @@ def _power(exponents: Array) -> Array:
 def unpacked(words: Array, scales: Array, size: int) -> Array:
     """Values f32 ``[E, outputs, size]`` of packed matrices with ``size`` inputs."""
     values = jnp.stack([value_of(words, i) for i in range(4)], axis=-2)  # [E, C, outputs, 4, 32]
-    octets = scales[..., None] >> jnp.arange(0, 32, 8, dtype=jnp.uint32)  # [E, outputs, C, 4]
+    octets = scales[..., None] >> jnp.arange(0, 32, 8, dtype=jnp.uint32)  # [E, C, outputs, 4]
     powers = _power((octets & 255).astype(jnp.int32) - BIAS)
-    values = values.swapaxes(1, 2) * powers[..., None]
+    values = (values * powers[..., None]).swapaxes(1, 2)
     return values.reshape(*values.shape[:2], -1)[..., :size]
 
 
@@ -114,7 +114,7 @@ class PackedMatrix(NamedTuple):
         blocks = -(-size // BLOCK)
         for what, array, expected in (
             ("", self.values, (num_experts, blocks, outputs, BLOCK // 4)),
-            ("the scales of ", self.scales, (num_experts, outputs, blocks)),
+            ("the scales of ", self.scales, (num_experts, blocks, outputs)),
         ):
             if array is None or array.shape != expected:
                 found = None if array is None else array.shape
@@ -147,7 +147,7 @@ class PackedMatrix(NamedTuple):
 
         def step(block: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
             words = [self.values[expert, block, x[:, None], lane[None, :]] for x in outputs]
-            scales = [self.scales[expert, x, block] for x in outputs]
+            scales = [self.scales[expert, block, x] for x in outputs]
             totals = list(sums)
             for i in range(4):
                 inputs = block * BLOCK + i * GROUP + lane
@@ -203,7 +203,7 @@ def pack_scales(scales: np.ndarray) -> np.ndarray:
         raise ValueError(f"scales are {found}; they must be uint8 up to {LARGEST}")
     groups = scales.shape[-1]
     octets = np.pad(scales + np.uint8(BIAS), ((0, 0), (0, 0), (0, -groups % 4)))
-    return octets.view("<u4")
+    return np.ascontiguousarray(octets.view("<u4").swapaxes(1, 2))
 
 
 def pack_ggml_scales(blocks: np.ndarray) -> np.ndarray:

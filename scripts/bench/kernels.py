@@ -210,7 +210,7 @@ def _experts(grid: dict[str, Any], shape: tuple[int, ...], dtype: str) -> Iterat
         groups = ((*s[:2], -(-s[2] // 128)) for s in shapes)
         scales = tuple(jnp.full(g, s[2] ** -0.5) for g, s in zip(groups, shapes, strict=True))
         if is_packed:  # of values of a similar size
-            groups = ((*s[:2], -(-s[2] // 128)) for s in shapes)
+            groups = ((s[0], -(-s[2] // 128), s[1]) for s in shapes)
             scales = tuple(jnp.full(g, (120 + BIAS) * 0x01010101, jnp.uint32) for g in groups)
         matrices = map(draw, keys, shapes)
         layers.append((*matrices, scales if is_scaled else None))

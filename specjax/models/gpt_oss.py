@@ -111,20 +111,17 @@ def _packed_part(
         return pack_ggml(np.concatenate(stored, axis=1))
 
     ggml = {f"{at}experts.{x}.weight": (count, n, groups, 17) for x, n in outputs.items()}
-    packed = (count, size, blocks) if is_scale else (count, blocks, size, mxfp4.GROUP)
+    packed = (count, blocks, size) if is_scale else (count, blocks, size, mxfp4.GROUP)
     dtype = "uint32" if is_scale else "uint16"
     made_of = Stored({name: shape}, of_files, dtype), Stored(ggml, of_gguf, dtype)
     return Part(name, packed, made_of=made_of)
 
 
-def _packed_split(
-    outputs: Mapping[str, int], shape: tuple[int, ...], *, outputs_axis: int, blocks_axis: int
-) -> dict[str, Any]:
+def _packed_split(outputs: Mapping[str, int], shape: tuple[int, ...]) -> dict[str, Any]:
     """How devices share packed matrices: by gates and ups, or by the blocks of their inputs."""
     if len(outputs) == 1:
-        return {"split": "in", "axis": blocks_axis, "widths": (shape[blocks_axis],)}
-    widths = (*outputs.values(),)
-    return {"split": "out", "axis": outputs_axis, "widths": widths, "unit": mxfp4.BLOCK}
+        return {"split": "in", "axis": 1, "widths": (shape[1],)}
+    return {"split": "out", "axis": 2, "widths": (*outputs.values(),), "unit": mxfp4.BLOCK}
 
 
 class BiasedExperts(Experts):
@@ -151,7 +148,7 @@ class BiasedExperts(Experts):
             # random values then have the size of other random weights
             exponent = 127 + round(math.log2(in_size**-0.5 / mxfp4.SPREAD)) + mxfp4.BIAS
             part = _packed_part(at, count, outputs, in_size, is_scale=True)
-            how = _packed_split(outputs, part.shape, outputs_axis=1, blocks_axis=2)
+            how = _packed_split(outputs, part.shape)
             return weight((part,), part.shape, jnp.uint32, mean=exponent * 0x01010101, **how)
 
         self.gate_up_bias, self.down_bias = bias(outputs[0], **of_inner), bias(outputs[1])
@@ -167,7 +164,7 @@ class BiasedExperts(Experts):
         count = self.config.num_experts
         if self.config.has_packed_experts:
             part = _packed_part(at, count, outputs, in_size)
-            how = _packed_split(outputs, part.shape, outputs_axis=2, blocks_axis=1)
+            how = _packed_split(outputs, part.shape)
             return weight((part,), part.shape, jnp.uint16, stddev=1.0, **how)
         forms = _Form("", (in_size,), is_transposed=True), _Form(".weight", (in_size,))
         joint: dict[str, Any] = {"split": "in"}

@@ -105,8 +105,9 @@ def values_of(packed: np.ndarray, scales: np.ndarray, size: int) -> np.ndarray:
         for sign, last in ((15, 6), (12, 3), (14, 0), (13, 9))
     ]
     values = np.concatenate([table, -table])[np.stack(codes, axis=-2)].swapaxes(1, 2)
-    powers = 2.0 ** (scales[..., None].view(np.uint8).astype(np.float64) - 126 - 127)
-    return (values * powers[..., None]).reshape(*scales.shape[:2], -1)[..., :size]
+    octets = scales.swapaxes(1, 2)[..., None].copy().view(np.uint8)
+    powers = 2.0 ** (octets.astype(np.float64) - 126 - 127)
+    return (values * powers[..., None]).reshape(*octets.shape[:2], -1)[..., :size]
 
 
 def brute_force(arrays: Arrays, activation) -> np.ndarray:
@@ -290,7 +291,7 @@ def test_lowers_for_cuda(rows, shape, scales, has_biases):
     stored = shapes = (num, 2 * inner, size), (num, size, inner)
     options = {}
     if scales == "mxfp4":
-        options["scales"] = tuple(spec((*s[:2], -(-s[2] // 128)), jnp.uint32) for s in shapes)
+        options["scales"] = tuple(spec((s[0], -(-s[2] // 128), s[1]), jnp.uint32) for s in shapes)
         stored = tuple((s[0], -(-s[2] // 128), s[1], 32) for s in shapes)
     elif scales != "none":
         groups = (1 if scales == "channel" else -(-s[2] // 128) for s in shapes)

@@ -37,7 +37,8 @@ def make(*, is_packed: bool) -> BiasedExperts:
         if leaf.dtype == jnp.uint16:
             return rng.integers(1 << 16, size=leaf.shape, dtype=np.uint16)
         if leaf.dtype == jnp.uint32:
-            return mxfp4.pack_scales(rng.integers(122, 126, (*leaf.shape[:2], 4), np.uint8))
+            count, blocks, outputs = leaf.shape
+            return mxfp4.pack_scales(rng.integers(122, 126, (count, outputs, 4 * blocks), np.uint8))
         return np.asarray(rng.normal(size=leaf.shape) * leaf.shape[-1] ** -0.25, leaf.dtype)
 
     return nnx.merge(graph, jax.tree.map(values, state))
