@@ -149,11 +149,12 @@ class PackedMatrix(NamedTuple):
             words = [self.values[expert, block, x[:, None], lane[None, :]] for x in outputs]
             scales = [self.scales[expert, block, x] for x in outputs]
             totals = list(sums)
-            for i in range(4):
-                inputs = block * BLOCK + i * GROUP + lane
-                mask = is_live[:, None] & (inputs < size)[None, :]
-                x = load(x_ref.at[rows[:, None], inputs[None, :]], mask=mask, other=0.0)
-                for j, pair in enumerate(zip(words, scales, strict=True)):
+            # one matrix after the other, which needs fewer registers
+            for j, pair in enumerate(zip(words, scales, strict=True)):
+                for i in range(4):
+                    inputs = block * BLOCK + i * GROUP + lane
+                    mask = is_live[:, None] & (inputs < size)[None, :]
+                    x = load(x_ref.at[rows[:, None], inputs[None, :]], mask=mask, other=0.0)
                     matrix = scaled(*pair, i, x.dtype, implementation)
                     totals[j] += row_dot(matrix, x, transpose=True)
             return tuple(totals)
