@@ -27,6 +27,7 @@ class PagedForm(NamedTuple):
     window: int | None
     softcap: float | None
     implementation: str
+    sink_tokens: int
 
 
 @jax.tree_util.register_dataclass
@@ -50,6 +51,8 @@ class PagedInputs:
     softcap: float | None = field(default=None, metadata={"static": True})
     # [N], a score per query head that takes attention weight but has no value
     sinks: Array | None = None
+    # number of first tokens of a request that a row sees in addition to its window
+    sink_tokens: int = field(default=0, metadata={"static": True})
 
     @property
     def layer_operand(self) -> Array:
@@ -58,7 +61,8 @@ class PagedInputs:
 
     def form(self, q: Array, implementation: str) -> PagedForm:
         scale = q.shape[-1] ** -0.5
-        return PagedForm(self.page_size, scale, self.window, self.softcap, implementation)
+        options = self.window, self.softcap, implementation, self.sink_tokens
+        return PagedForm(self.page_size, scale, *options)
 
     def check(self, q: Array, ndim: int) -> None:
         """Reject queries ``[..., N, H]`` that do not fit the pool, and a window below 1."""
@@ -76,6 +80,17 @@ class PagedInputs:
             )
         if self.window is not None and self.window < 1:
             raise ValueError(f"window={self.window} must be at least 1")
+        if self.sink_tokens < 0 or (self.sink_tokens and self.window is None):
+            raise ValueError(f"sink_tokens={self.sink_tokens} must be 0, or above with a window")
+
+
+def block_after(num_read: Array, begins: tuple[Array, Array]) -> Array:
+    """The block of keys to read after ``num_read`` others.
+
+    ``begins`` is the number of blocks with the first tokens, and the first block of a window.
+    """
+    num_sinks, window = begins
+    return num_read + jnp.where(num_read < num_sinks, 0, window - num_sinks)
 
 
 def empty_sums(rows: int, *sizes: int) -> tuple[Array, ...]:

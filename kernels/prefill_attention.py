@@ -3,7 +3,8 @@
 Axes: W packed tokens, G segments (one per request), N query heads, KV key/value heads, H head dim,
 P pages per request. Segment g has ``counts[g]`` rows, directly after those of segment g - 1. Its
 first token is at position ``starts[g]`` of its request. A row sees the keys of its own request up
-to its own position, with a window W the last W of them. Rows after the last segment are padding.
+to its own position, with a window W the last W of them and those of the first ``sink_tokens``
+tokens. Rows after the last segment are padding.
 """
 
 from collections.abc import Callable
@@ -79,7 +80,7 @@ class PrefillTiles:
 def specjax_prefill_attention(*refs: Any, tiles: PrefillTiles, form: PagedForm) -> None:
     """Kernel body: one program per (KV head, tile of query rows of one segment)."""
     layer_ref, map_ref, table_ref, q_ref, pool_ref, *sink_refs, out_ref = refs
-    window = form.window
+    window, sink_tokens = form.window, form.sink_tokens
     group, dim_spans = q_ref.shape[1] // pool_ref.shape[3], head_spans(pool_ref)
     layer, head, tile = layer_ref[0], pl.program_id(0), pl.program_id(1)
     segment, first_row, tokens, total = (map_ref[tile, i] for i in range(4))
@@ -100,7 +101,8 @@ def specjax_prefill_attention(*refs: Any, tiles: PrefillTiles, form: PagedForm) 
             key = jnp.minimum(position, total - 1) if is_masked else position
             if is_masked and window is not None:
                 # pages before all windows may belong to another request
-                key = jnp.maximum(key, jnp.maximum(first_position - window + 1, 0))
+                near = jnp.maximum(key, jnp.maximum(first_position - window + 1, 0))
+                key = jnp.where(key < sink_tokens, key, near)
             page = table_ref[segment, jnp.minimum(key // form.page_size, table_ref.shape[1] - 1)]
             slot = page * form.page_size + key % form.page_size
             k, v = load_kv(pool_ref, layer, slot, head, q[0].dtype, form.implementation)
@@ -108,7 +110,9 @@ def specjax_prefill_attention(*refs: Any, tiles: PrefillTiles, form: PagedForm) 
             mask = None
             if is_masked:
                 gap = token[:, None] - (position - first_position)[None, :]
-                visible = gap >= 0 if window is None else (gap >= 0) & (gap < window)
+                visible = gap >= 0
+                if window is not None:
+                    visible &= (gap < window) | (position < sink_tokens)[None, :]
                 scores = jnp.where(visible, scores, NEGATIVE)
                 # without a window, every row sees key 0, so masked keys have the weight 0
                 mask = None if window is None else visible
@@ -125,6 +129,9 @@ def specjax_prefill_attention(*refs: Any, tiles: PrefillTiles, form: PagedForm) 
             begin = (jnp.maximum(total - window, 0) + size - 1) // size
             begin, unmasked = jnp.minimum(begin, blocks), jnp.maximum(unmasked, begin)
             unmasked = jnp.minimum(unmasked, blocks)
+            if sink_tokens:
+                num_sinks = jnp.minimum(-(-sink_tokens // size), oldest)
+                carry = jax.lax.fori_loop(0, num_sinks, masked, carry)
             carry = jax.lax.fori_loop(oldest, begin, masked, carry)
         carry = jax.lax.fori_loop(begin, unmasked, partial(step, is_masked=False), carry)
         best, weight, *mixed = jax.lax.fori_loop(unmasked, blocks, masked, carry)

@@ -3,9 +3,9 @@
 Axes: B requests, T query tokens (tree rows) per request, U new keys per request, N query heads, KV
 key/value heads, H head dim, P pages per request. The U new keys of a request are in the slots of
 positions ``seq_len .. seq_len + U - 1``. A row sees every key before ``seq_len``, and the new keys
-that the mask selects. With a window W, a row sees no key W or more positions before its own. In a
-verified tree, all T rows are new keys. A tree level that is being drafted also sees the new keys of
-the levels above it.
+that the mask selects. With a window W, a row sees no key W or more positions before its own, except
+those of the first ``sink_tokens`` tokens. In a verified tree, all T rows are new keys. A tree level
+that is being drafted also sees the new keys of the levels above it.
 """
 
 from dataclasses import dataclass
@@ -27,6 +27,7 @@ from specjax.kernels.paged import (
     PagedInputs,
     add_keys,
     base2_scores,
+    block_after,
     empty_sums,
     products,
     with_sinks,
@@ -45,7 +46,12 @@ def _offsets(seq_lens: Array, tree_mask: Array | None, rows: int, positions: Arr
 
 
 def _visible(
-    keys: Array, seq_lens: Array, tree_mask: Array | None, rows: int, oldest: Array | None
+    keys: Array,
+    seq_lens: Array,
+    tree_mask: Array | None,
+    rows: int,
+    oldest: Array | None,
+    sink_tokens: int = 0,
 ) -> Array:
     """Bool ``[B, T, C]``: whether each row sees key positions ``keys [C]``.
 
@@ -53,8 +59,8 @@ def _visible(
     """
     offset = keys[None, :] - seq_lens[:, None]  # [B, C]
     if oldest is not None:
-        recent = keys >= oldest[..., None]
-        return recent & _visible(keys, seq_lens, tree_mask, rows, None)
+        near = (keys >= oldest[..., None]) | (keys < sink_tokens)
+        return near & _visible(keys, seq_lens, tree_mask, rows, None)
     if tree_mask is None:
         return offset[:, None, :] <= jnp.arange(rows)[None, :, None]
     num_new = tree_mask.shape[2]
@@ -64,11 +70,13 @@ def _visible(
     return jnp.where((offset < 0)[:, None, :], True, in_tree & (offset < num_new)[:, None, :])
 
 
-def _near(tree_mask: Array, window: int) -> Array:
-    """Keep only the last ``window`` keys of each row's path."""
+def _near(tree_mask: Array, window: int, num_sinks: Array) -> Array:
+    """Keep only the last ``window`` keys of each row's path, and its first i32 ``[B]`` ones."""
     index = jnp.arange(tree_mask.shape[2])
     following = tree_mask[..., None, :] & (index >= index[:, None])
-    return tree_mask & (following.sum(axis=-1, dtype=jnp.int32) <= window)
+    count = following.sum(axis=-1, dtype=jnp.int32)
+    length = tree_mask.sum(axis=-1, dtype=jnp.int32)[..., None]
+    return tree_mask & ((count <= window) | (length - count < num_sinks[:, None, None]))
 
 
 def _gather(inputs: PagedInputs, keys: Array, dtype: jnp.dtype) -> tuple[Array, Array]:
@@ -116,7 +124,7 @@ def _dense_or_chunked(
 
     def scores_of(keys: Array) -> tuple[Array, Array]:
         k, v = _gather(inputs, keys, q.dtype)
-        visible = _visible(keys, seq_lens, tree_mask, rows, oldest)
+        visible = _visible(keys, seq_lens, tree_mask, rows, oldest, inputs.sink_tokens)
         if oldest is not None:  # pages before all windows may belong to another request
             v = jnp.where(visible.any(axis=1)[:, :, None, None], v, 0)
         return _scores(grouped, k, visible, inputs.softcap), v
@@ -127,6 +135,8 @@ def _dense_or_chunked(
 
     def chunk(i: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
         best, total, mixed = carry
+        if oldest is not None:
+            i = block_after(i, begins)
         scores, v = scores_of(i * CHUNK + jnp.arange(CHUNK, dtype=jnp.int32))
         new_best = jnp.maximum(best, scores.max(axis=-1))
         weights = jnp.exp(scores - new_best[..., None])
@@ -146,8 +156,11 @@ def _dense_or_chunked(
         start = (jnp.broadcast_to(of_sinks, shape), jnp.ones(shape, jnp.float32), start[2])
     num_new = rows if tree_mask is None else tree_mask.shape[2]
     num_chunks = (jnp.max(seq_lens) + num_new + CHUNK - 1) // CHUNK
-    skipped = 0 if oldest is None else jnp.maximum(jnp.min(oldest), 0) // CHUNK
-    _, total, mixed = jax.lax.fori_loop(skipped, num_chunks, chunk, start)
+    if oldest is not None:
+        skipped = jnp.maximum(jnp.min(oldest), 0) // CHUNK
+        begins = jnp.minimum(-(-inputs.sink_tokens // CHUNK), skipped), skipped
+        num_chunks -= skipped - begins[0]
+    _, total, mixed = jax.lax.fori_loop(0, num_chunks, chunk, start)
     return (mixed / total[..., None]).astype(q.dtype).reshape(q.shape)
 
 
@@ -222,7 +235,7 @@ def specjax_tree_attention(
         dict(zip(names, optional_refs, strict=False)),
         optional_refs[len(names) :],
     )
-    window = form.window
+    window, sink_tokens = form.window, form.sink_tokens
     rows, heads = q_ref.shape[1:3]
     kv_heads = pool_ref.shape[3]
     group, dim_spans = heads // kv_heads, head_spans(pool_ref)
@@ -252,19 +265,20 @@ def specjax_tree_attention(
             oldest = inputs["positions"][request, token] - seq_len - window + 1
         begin = jnp.maximum(seq_len + jnp.min(oldest), 0)
         skipped = begin // tiles.block_keys
-        blocks -= skipped
+        begins = jnp.minimum(-(-sink_tokens // tiles.block_keys), skipped), skipped
+        blocks -= skipped - begins[0]
     share = (blocks + tiles.num_splits - 1) // tiles.num_splits
     block = split * share
     last = jnp.minimum(block + share, blocks)
-    if window is not None:
-        block, last = block + skipped, last + skipped
 
     def step(i: Array, carry: tuple[Array, ...], *, is_masked: bool) -> tuple[Array, ...]:
+        if window is not None:
+            i = block_after(i, begins)
         position = i * tiles.block_keys + jnp.arange(tiles.block_keys)
         # past the end, read the last key again and mask its score; the load needs no mask
         key = jnp.minimum(position, total - 1) if is_masked else position
         if window is not None:  # pages before all windows may belong to another request
-            key = jnp.maximum(key, begin)
+            key = jnp.where(key < sink_tokens, key, jnp.maximum(key, begin))
         slot = slots_of(table_ref, request, key, form.page_size)
         keys, values = load_kv(pool_ref, layer, slot, head, q[0].dtype, form.implementation)
         scores = base2_scores(products(q, keys), form.scale, form.softcap)
@@ -285,9 +299,9 @@ def specjax_tree_attention(
         else:
             visible = offset[None, :] <= token[:, None]
         if window is not None:
-            recent = offset[None, :] >= oldest[:, None]
+            near = (offset[None, :] >= oldest[:, None]) | (position < sink_tokens)[None, :]
             # the mask of a tree leaves out new keys before the window
-            visible &= recent | (offset >= 0)[None, :] if has_positions else recent
+            visible &= near | (offset >= 0)[None, :] if has_positions else near
         return visible
 
     carry = empty_sums(tiles.block_rows, *(span.size for span in dim_spans))
@@ -378,7 +392,7 @@ def tree_attention(
     if window is None or tree_mask is None:
         positions = None
     elif positions is not None and window < num_new:
-        tree_mask = _near(tree_mask, window)
+        tree_mask = _near(tree_mask, window, inputs.sink_tokens - seq_lens)
     if implementation in ("xla", "chunked"):
         oldest = None
         if window is not None:
@@ -402,7 +416,9 @@ def tree_attention(
             batch=batch,
             kv_heads=kv_heads,
             rows=rows * group,
-            context=context if window is None else min(context, window + num_new),
+            context=context
+            if window is None
+            else min(context, inputs.sink_tokens + window + num_new),
             dtype=q.dtype,
             kv_dtype=pool.dtype,
         )

@@ -44,6 +44,7 @@ def brute_force(
     tree=False,
     softcap=1e9,
     sinks=None,
+    sink_tokens=0,
 ):
     """Each row in float64 over an explicit list of visible slots.
 
@@ -55,10 +56,11 @@ def brute_force(
     group = q.shape[2] // pool.shape[3]
     for b, t, n in np.ndindex(*q.shape[:3]):
         keys = np.r_[0 : lens[b], lens[b] + np.flatnonzero(mask[b, t])]
-        if window is not None and tree:
-            keys = keys[-window:]
-        elif window is not None:
-            keys = keys[keys > lens[b] + mask.shape[2] - mask.shape[1] + t - window]
+        if window is not None:
+            places, end = keys, lens[b] + mask.shape[2] - mask.shape[1] + t
+            if tree:
+                places, end = np.arange(len(keys)), len(keys) - 1
+            keys = keys[(places > end - window) | (places < sink_tokens)]
         slots = [table[b, j // page_size] * page_size + j % page_size for j in keys]
         k, v = pool[layer, slots, 0, n // group], pool[layer, slots, 1, n // group]
         scores = k @ q[b, t, n] / np.sqrt(q.shape[3])

@@ -77,7 +77,17 @@ def make_case(case, dtype, seed=0, pages=None):
 
 
 def brute_force(
-    q, pool, table, starts, counts, page_size, layer=1, window=10**9, softcap=1e9, sinks=None
+    q,
+    pool,
+    table,
+    starts,
+    counts,
+    page_size,
+    layer=1,
+    window=10**9,
+    softcap=1e9,
+    sinks=None,
+    sink_tokens=0,
 ):
     """Each segment in float64 over an explicit list of slots."""
     q, pool, table, starts, counts = (np.asarray(x) for x in (q, pool, table, starts, counts))
@@ -89,7 +99,7 @@ def brute_force(
         keys = np.arange(starts[g] + counts[g])
         kv = pool[table[g, keys // page_size] * page_size + keys % page_size]
         gap = (starts[g] + np.arange(counts[g]))[:, None] - keys
-        visible = (gap >= 0) & (gap < window)
+        visible = (gap >= 0) & ((gap < window) | (keys < sink_tokens))
         for n in range(q.shape[1] if counts[g] else 0):
             scores = q[own, n] @ kv[:, 0, n // group].T / np.sqrt(q.shape[2])
             scores = softcap * np.tanh(scores / softcap)
@@ -118,7 +128,8 @@ def compare(call, case, dtype, arguments, stored=None, **options):
     expected = brute_force(*arguments, case.page_size, **options)
     q, pool, table, starts, counts = arguments
     for g, start in enumerate(case.starts):  # keys before all windows may be another request's
-        before = np.arange(max(0, start - options.get("window", 10**9) + 1) * (case.counts[g] > 0))
+        end = max(0, start - options.get("window", 10**9) + 1) * (case.counts[g] > 0)
+        before = np.arange(options.get("sink_tokens", 0), end)
         slots = np.asarray(table)[g, before // case.page_size] * case.page_size
         pool = pool.at[:, slots + before % case.page_size].set(jnp.nan)
     out = call(q, pool if stored is None else stored, table, starts, counts)
@@ -170,6 +181,10 @@ OPTIONS = [
     (CASES[3], {"softcap": 0.7, "sinks": True}),
     (CASES[4], {"window": 400}),
     (CASES[6], {"window": 9, "softcap": 2.0, "sinks": True}),
+    (CASES[0], {"window": 1, "sink_tokens": 4}),
+    (CASES[2], {"window": 20, "sink_tokens": 40, "sinks": True}),
+    (CASES[3], {"window": 50, "sink_tokens": 4}),
+    (CASES[6], {"window": 9, "sink_tokens": 30, "softcap": 2.0}),
 ]
 
 

@@ -136,6 +136,8 @@ def test_lowers_for_cuda_in_one_launch(
         (8, 9, 3, 64, 32, 20, F32, "options"),
         (512, 32, 32, 96, 4, 20, BF16, "prefill with options"),
         (512, 16, 8, 256, 4, 20, F32, "prefill with options"),
+        (4, 32, 8, 128, 32, 70, BF16, "options and first tokens"),
+        (512, 9, 3, 64, 4, 20, F32, "prefill with options and first tokens"),
     ],
 )
 def test_attention_lowers_for_cuda_and_its_layers_share_one_kernel(
@@ -153,7 +155,9 @@ def test_attention_lowers_for_cuda_and_its_layers_share_one_kernel(
         options, num_masked = {"window": 512}, rows
     if "options" in str(num_masked):  # all of them
         options = {"window": 64, "softcap": 50.0, "sinks": jnp.zeros(heads, dtype)}
-    if num_masked == "options":
+    if "first tokens" in str(num_masked):
+        options["sink_tokens"] = 4
+    if str(num_masked).startswith("options"):
         places = jnp.zeros((batch, rows), jnp.int32)
         attention, num_masked = partial(attention, positions=places), rows
     if isinstance(num_masked, int):

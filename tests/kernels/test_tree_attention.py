@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from specjax.kernels import tree_attention as module
 from specjax.kernels.backend import WORD
 from specjax.kernels.kv_format import from_pool, to_pool
 from specjax.kernels.paged import PagedInputs
@@ -143,12 +144,13 @@ def test_a_level_sees_its_ancestors(function, case, level, dtype):
 
 
 @FORMS.on_cpu
-@pytest.mark.parametrize("window", [None, 3, 12])
-def test_rows_of_a_block_see_each_other(function, window):
+@pytest.mark.parametrize(("window", "sink_tokens"), [(None, 0), (3, 0), (12, 0), (3, 2)])
+def test_rows_of_a_block_see_each_other(function, window, sink_tokens):
     q, pool, table, lens, mask, page_size = make_case(CASES[1], "float32", False)
     mask = jnp.ones_like(mask)
-    expected = brute_force(q, pool, table, lens, mask, page_size, window=window)
-    out = function(q, PagedInputs(pool, 1, table, page_size, window), lens, mask)
+    options = {"window": window, "sink_tokens": sink_tokens}
+    expected = brute_force(q, pool, table, lens, mask, page_size, **options)
+    out = function(q, PagedInputs(pool, 1, table, page_size, **options), lens, mask)
     assert relative_error(out, expected) < BOUNDS["float32"]
 
 
@@ -172,19 +174,36 @@ def test_a_window_hides_earlier_keys(function, case, level, window, dtype):
 @pytest.mark.slow
 @pytest.mark.parametrize("num_splits", [1, 4])
 @pytest.mark.parametrize("window", [1, 17, 40])
-def test_keys_before_all_windows_are_not_read(num_splits, window):
+@pytest.mark.parametrize("sink_tokens", [0, 5, 50])
+def test_keys_before_all_windows_are_not_read(num_splits, window, sink_tokens):
     """They are NaN, which a mask would not hide."""
     case = (1, 5, 4, 2, 16, 4, 40)
     q, pool, table, lens, mask, page_size = make_case(case, "float32", True)
     lens = jnp.full_like(lens, 150)
-    expected = brute_force(q, pool, table, lens, mask, page_size, window=window)
-    unread = np.arange(150 - window + 1)
+    options = {"window": window, "sink_tokens": sink_tokens}
+    expected = brute_force(q, pool, table, lens, mask, page_size, **options)
+    unread = np.arange(sink_tokens, 150 - window + 1)
     slots = np.asarray(table)[0, unread // page_size] * page_size + unread % page_size
     tiles = AttentionTiles(16, 16, num_splits, num_warps=4, num_stages=2)
     pool = pool.at[:, slots].set(jnp.nan)
     for form in (partial(FORMS.interpret, tiles=tiles), FORMS.reference, FORMS.chunked):
-        out = form(q, PagedInputs(pool, 1, table, page_size, window), lens, mask)
+        out = form(q, PagedInputs(pool, 1, table, page_size, **options), lens, mask)
         assert relative_error(out, expected) < BOUNDS["float32"]
+
+
+def test_blocks_between_first_tokens_and_window_are_skipped(monkeypatch):
+    q, pool, table, lens, _, page_size = make_case((1, 1, 4, 2, 16, 16, 260), "float32", False)
+    gather, blocks = module._gather, []
+
+    def counted(inputs, keys, dtype):
+        jax.debug.callback(blocks.append, keys[0])
+        return gather(inputs, keys, dtype)
+
+    monkeypatch.setattr(module, "_gather", counted)
+    inputs = PagedInputs(pool, 1, table, page_size, 200, sink_tokens=4)
+    jax.block_until_ready(FORMS.chunked(q, inputs, jnp.full_like(lens, 4096), None))
+    jax.effects_barrier()
+    assert sorted(map(int, blocks)) == [0, 15 * module.CHUNK, 16 * module.CHUNK]
 
 
 # case, tree or not, rows of a level, options
@@ -197,6 +216,13 @@ OPTIONS = [
     ((3, 5, 4, 2, 32, 4, 60), False, None, {"softcap": 0.7}),
     ((3, 5, 6, 2, 96, 4, 60), True, None, {"window": 30, "softcap": 1.5, "sinks": True}),
     ((2, 40, 4, 1, 16, 64, 4), True, None, {"window": 80, "sinks": True}),
+    # the first tokens are before the new ones, among them, and overlap the window
+    ((2, 1, 4, 2, 16, 4, 60), False, None, {"window": 5, "sink_tokens": 4}),
+    ((3, 5, 4, 2, 32, 4, 60), False, None, {"window": 3, "sink_tokens": 2}),
+    ((3, 12, 4, 2, 32, 4, 60), True, None, {"window": 2, "sink_tokens": 3}),
+    ((3, 12, 4, 2, 32, 4, 60), True, 4, {"window": 2, "sink_tokens": 1}),
+    ((3, 12, 4, 2, 32, 4, 60), True, 4, {"window": 40, "sink_tokens": 70, "sinks": True}),
+    ((2, 8, 9, 3, 64, 16, 40), True, None, {"window": 300, "sink_tokens": 290}),
 ]
 
 
@@ -245,5 +271,7 @@ def test_unsupported_inputs_are_refused():
         FORMS.pallas(q, inputs, lens, mask)
     with pytest.raises(ValueError, match="window=0 must be at least 1"):
         tree_attention(q, replace(inputs, window=0), lens, None)
+    with pytest.raises(ValueError, match="sink_tokens=4 must be 0, or above with a window"):
+        tree_attention(q, replace(inputs, sink_tokens=4), lens, None)
     with pytest.raises(ValueError, match="must be a multiple of"):
         tree_attention(q[:, :, :3], inputs, lens, None, implementation="xla")
