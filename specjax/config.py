@@ -170,6 +170,16 @@ class HotVocabulary:
     ids: str = field(repr=False, compare=False)
 
 
+class DraftWindow(NamedTuple):
+    """Keys that a row of a draft reads: the last ``size`` up to its own, and the first ones.
+
+    A layer with a smaller window in its own file keeps that one, without first tokens.
+    """
+
+    size: int
+    sink_tokens: int = 0
+
+
 @dataclass(frozen=True, kw_only=True)
 class TransformerConfig:
     """The sizes of Llama-style decoder layers, for targets and draft heads."""
@@ -191,6 +201,7 @@ class TransformerConfig:
     kv_cache_dtype: str = "auto"  # as dtype, or a key of KV_DTYPES
     quantization: Quantization | None = None
     hot: HotVocabulary | None = None  # of a draft that uses the target's output head
+    draft_window: DraftWindow | None = None  # of a draft, for all its layers
 
     def __post_init__(self) -> None:
         check_ranges(self)
@@ -238,8 +249,9 @@ class TransformerConfig:
         Rope scalings that depend on the context are chosen for it, so that a token's rotation
         never depends on the length of its own text.
         """
-        rope = self.rope.within(length)
-        return replace(self, rope_theta=rope.theta, rope_scaling=rope.scaling)
+        rope, limit = self.rope.within(length), self.draft_window
+        limit = None if limit is None or limit.size >= length else limit
+        return replace(self, rope_theta=rope.theta, rope_scaling=rope.scaling, draft_window=limit)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -103,6 +103,11 @@ class EngineArgs:
         speculative_token_map: draft only tokens of a hot vocabulary, so that a head that shares the
             target's output head reads a part of it. A ``.json`` file with a list of token ids, or
             ``TEXT:COUNT`` for the most frequent tokens of a text file.
+        speculative_draft_window_size: number of last tokens that each row of a draft network reads
+            in its attention, for prompts beyond those of its training. A layer with a smaller
+            window in its own file keeps that. Texts stay the same. Default: all tokens.
+        speculative_draft_sink_size: number of first tokens that such rows read too. Needs
+            ``speculative_draft_window_size``.
         speculative_ngram_min_match_window_size: minimum n-gram length to match.
         speculative_ngram_max_match_window_size: maximum n-gram length to match (at most 16).
         speculative_ngram_max_bfs_breadth: maximum matches per tree (at most 16); 1 drafts a chain.
@@ -215,6 +220,8 @@ class EngineArgs:
     speculative_accept_threshold_single: Share = 1.0
     speculative_accept_threshold_acc: Share = 1.0
     speculative_token_map: str | PathLike[str] | None = None
+    speculative_draft_window_size: Positive | None = None
+    speculative_draft_sink_size: Natural = 0
     speculative_ngram_min_match_window_size: Positive = 1
     speculative_ngram_max_match_window_size: Positive = 12
     speculative_ngram_max_bfs_breadth: Positive = 10
@@ -275,6 +282,11 @@ class EngineArgs:
         if self.kv_events is not None and self.disable_radix_cache:
             raise ValueError("kv_events_config needs a prefix cache; leave out disable_radix_cache")
         self.algorithm.validate(self)
+        if self.speculative_draft_sink_size and self.speculative_draft_window_size is None:
+            raise ValueError(
+                f"speculative_draft_sink_size={self.speculative_draft_sink_size} needs "
+                "speculative_draft_window_size, which is None; set both"
+            )
         if self.speculative_adaptive_config is not None and not self.speculative_adaptive:
             raise ValueError(
                 f"speculative_adaptive_config={self.speculative_adaptive_config!r} needs "

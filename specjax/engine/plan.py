@@ -7,6 +7,7 @@ from typing import Any
 
 from specjax.checkpoints import TargetCheckpoint, open_target
 from specjax.checkpoints.checkpoint import Checkpoint
+from specjax.config import DraftWindow
 from specjax.disaggregation.decode import TRANSIT_TOKENS
 from specjax.engine.args import EngineArgs
 from specjax.kernels import deterministic as deterministic_kernels
@@ -111,6 +112,9 @@ class EnginePlan:
             )
             if (hot := getattr(self.networks.draft_config, "hot", None)) is not None:
                 speculation += f", drafts among {hot.size} tokens"
+            if (limit := getattr(self.networks.draft_config, "draft_window", None)) is not None:
+                first = f" and the first {limit.sink_tokens}" if limit.sink_tokens else ""
+                speculation += f", drafts from the last {limit.size} tokens{first}"
             if (count := self.networks.draft.shards) > 1:
                 speculation += f", draft split over {count} devices"
         place, windows = self.networks.placement, ""
@@ -135,11 +139,15 @@ class EnginePlan:
 
 
 def open_drafts(args: EngineArgs, target: TargetCheckpoint, draft: Any) -> tuple[Any, ...]:
-    """Open the checkpoints of the draft network, quantised as the arguments say."""
-    return tuple(
+    """Open the checkpoints of the draft network, quantised and limited as the arguments say."""
+    drafts = [
         opened.quantised_draft(args.quantization, rounds_activations=args.quantize_activations)
         for opened in args.algorithm.open_draft(args, target, draft)
-    )
+    ]
+    if (size := args.speculative_draft_window_size) is None:
+        return tuple(drafts)
+    window = DraftWindow(size, args.speculative_draft_sink_size)
+    return tuple(replace(x, config=replace(x.config, draft_window=window)) for x in drafts)
 
 
 def splits_pools(args: EngineArgs) -> bool:

@@ -6,6 +6,7 @@ module are abstract. Each declares which tensors fill it; names begin with ``at`
 layer's tensors. Float32 products use HIGHEST precision, because the default on a GPU is TF32.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
@@ -32,8 +33,9 @@ from specjax.types import TokenInputs
 # attend(kv, layer, q [B,T,N,H], k [B,T,KV,H], v [B,T,KV,H], rope, **options) -> (kv, output in the
 # shape of q). It normalises and rotates q and k, stores k and v in `kv` of any type, and returns
 # the attention output. Its parameters name the options that it supports: `window`, the number of
-# keys that a query sees, up to and including its own; `softcap`, c in c * tanh(scores / c);
-# `sinks` [N], one score per head without a value.
+# keys that a query sees, up to and including its own; `sink_tokens`, the number of first tokens
+# that it also sees; `softcap`, c in c * tanh(scores / c); `sinks` [N], one score per head without a
+# value.
 Attend = Callable[..., tuple[Any, Array]]
 # store(kv, layer, k, v, rope) -> kv, without attention
 Store = Callable[[Any, int, Array, Array, RopeTables], Any]
@@ -73,6 +75,7 @@ class LayerKind:
     residual_scale: float = 1.0  # multiplies the outputs of attention and feed-forward
     scale: float | None = None  # multiplies attention scores; None is H ** -0.5
     window: int | None = None  # number of keys that a query sees, up to and including its own
+    sink_tokens: int = 0  # number of first tokens that a query sees in addition to its window
     softcap: float | None = None  # soft limit of attention scores
     sinks: bool = False  # one score per head that takes attention weight but has no value
     implementation: str | None = None  # of kernels, see specjax/kernels/backend.py
@@ -91,7 +94,10 @@ class LayerKind:
         """Take fields from ``differences``, or else from the configuration if it has them."""
         names = {entry.name for entry in fields(cls)}
         values = {name: getattr(config, name) for name in names if hasattr(config, name)}
-        return cls(**{**values, **differences})
+        values |= differences
+        if (limit := config.draft_window) and limit.size < (values.get("window") or math.inf):
+            values |= {"window": limit.size, "sink_tokens": limit.sink_tokens}
+        return cls(**values)
 
     def tensor(self, name: str) -> str:
         """The name that files of the family have for a tensor of Llama's layers."""
@@ -115,7 +121,8 @@ class LayerKind:
     @property
     def attention_options(self) -> dict[str, Any]:
         """The options that ``attend`` must support, by name."""
-        values = {"window": self.window, "softcap": self.softcap, "sinks": self.sinks}
+        names = "window", "sink_tokens", "softcap", "sinks"
+        values = {name: getattr(self, name) for name in names}
         return {name: value for name, value in values.items() if value}
 
 

@@ -55,6 +55,9 @@ class NetworkAlgorithm(SpeculativeAlgorithm):
     default_steps: ClassVar[int] = 5
     supports_rejection_sampling: ClassVar[bool] = True
 
+    def reads(self, option: str) -> bool:
+        return option.startswith("speculative_draft_") or super().reads(option)
+
     def draft_shape(self, args: Any, steps: int | None = None) -> DraftShape:
         topk, nodes = args.speculative_eagle_topk, args.speculative_num_draft_tokens
         if steps is not None:  # one tier; a smaller one may have fewer candidates

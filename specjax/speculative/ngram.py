@@ -202,7 +202,8 @@ class Ngram(SpeculativeAlgorithm):
 
     def reads(self, option: str) -> bool:
         heads = "speculative_eagle_topk", "speculative_token_map", "draft", "draft_rope_theta"
-        return option not in (*heads, "draft_tp_size")
+        is_of_heads = option in (*heads, "draft_tp_size")
+        return not (is_of_heads or option.startswith("speculative_draft_"))
 
     def draft_shape(self, args: Any, steps: int | None = None) -> DraftShape:
         """A tree of depth S, by default and in every tier with S + 1 rows in any branches."""
