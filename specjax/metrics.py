@@ -3,7 +3,7 @@
 import logging
 import threading
 import time
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
@@ -27,6 +27,10 @@ MARKS_A_WINDOW = 50
 # An accept length below LOW_ACCEPT_LENGTH in the first verifies suggests that the draft is read
 # wrongly: if target layers are shifted by one or the rope style is wrong, it is about 1.1.
 LOW_ACCEPT_LENGTH, FIRST_VERIFIES = 1.2, 200
+# Tokens in the context from which on verifies count for the next group. Heads are trained on texts
+# of about 2,048 to 8,192 tokens.
+CONTEXT_BOUNDS = 2048, 8192
+CONTEXTS = "0-2047", "2048-8191", "8192+"
 
 
 class Throughput:
@@ -157,6 +161,9 @@ class Totals:
     num_proposed_drafts: int = 0
     num_accepted_drafts: int = 0
     verifies_by_accepted: list[int] = field(default_factory=list)  # by number of accepted drafts
+    # by length of the context, like the next one
+    verifies_by_context: dict[str, int] = field(default_factory=lambda: dict.fromkeys(CONTEXTS, 0))
+    accepted_by_context: dict[str, int] = field(default_factory=lambda: dict.fromkeys(CONTEXTS, 0))
     # requests of rounds, by the number of their verified drafts, which is 0 in plain rounds
     rows_by_proposed: list[int] = field(default_factory=lambda: [0] * MAX_NODES)
     queue_time: Histogram = field(default_factory=lambda: Histogram(LATENCY_BOUNDS))
@@ -179,7 +186,7 @@ class Totals:
             speed = 0.0 if self.throughput.is_idle(now) else rate
             changes: dict[str, Any] = {"gen_throughput": speed, "last_gen_throughput": rate}
             for name, value in vars(self).items():
-                if isinstance(value, list | Histogram):
+                if isinstance(value, list | dict | Histogram):
                     changes[name] = deepcopy(value)
             return replace(self, **changes, **self.adaptive())
 
@@ -213,14 +220,20 @@ class Totals:
             if seconds is not None:
                 self.inter_token_latency.observe(seconds / num_tokens, num_tokens)
 
-    def drafts_verified(self, num_proposed: int, accepted: Sequence[tuple[int, int]]) -> None:
+    def drafts_verified(
+        self, num_proposed: int, accepted: Sequence[tuple[int, int]], context: int
+    ) -> None:
         """Count verifies of one request: accepted drafts of each, in the output and in all.
 
-        If ``checks_acceptance`` is set, warns once if the first verifies accept few drafts in all.
+        ``context`` is the number of tokens in its KV after them. If ``checks_acceptance`` is set,
+        warns once if the first verifies accept few drafts in all.
         """
         with self.lock:
             self.num_verifies += len(accepted)
             self.num_proposed_drafts += num_proposed
+            group = CONTEXTS[bisect_right(CONTEXT_BOUNDS, context)]
+            self.verifies_by_context[group] += len(accepted)
+            self.accepted_by_context[group] += sum(count for count, _ in accepted)
             for count, in_all in accepted:
                 self.num_accepted_drafts += count
                 self.num_dropped_drafts += in_all - count
@@ -275,6 +288,14 @@ class Totals:
         return (self.num_verifies + self.num_accepted_drafts) / max(self.num_verifies, 1)
 
     @property
+    def accept_length_by_context(self) -> dict[str, float]:
+        """The same by length of the context; 0 for lengths that no verify had."""
+        pairs = zip(
+            self.verifies_by_context.items(), self.accepted_by_context.values(), strict=True
+        )
+        return {group: (n + accepted) / max(n, 1) for (group, n), accepted in pairs}
+
+    @property
     def accepted_by_position(self) -> list[int]:
         """Number of verifies that accepted the first draft, the second draft, and so on."""
         counts = list(accumulate(self.verifies_by_accepted[:0:-1]))[::-1]
@@ -322,6 +343,9 @@ _RATE = "Fraction of proposed draft tokens that were accepted, since the start."
 _VERIFIES = "Verify passes; a pass over a batch counts once for each request."
 _PROPOSED = "Draft tokens proposed to the target."
 _ACCEPTED = "Draft tokens that were accepted."
+_BY_CONTEXT = "Mean tokens per verify pass since the start, by tokens in the context."
+_VERIFIES_AT = "Verify passes by tokens in the context."
+_ACCEPTED_AT = "Draft tokens that were accepted, by tokens in the context."
 _SWITCHES = "How often adaptive decoding changed the draft size."
 _VERIFIED = "Tokens verified per round and request."
 _STEPS = "Depth of the draft, in tokens, in the current setting."
@@ -344,6 +368,10 @@ _KINDS: dict[str, Any] = {
     "counter": CounterMetricFamily,
     "histogram": HistogramMetricFamily,
 }
+
+
+# of the samples of a metric with several values
+LABELS: dict[type, tuple[str, ...]] = {list: ("position",), dict: ("context",)}
 
 
 class Metric(NamedTuple):
@@ -381,6 +409,9 @@ METRICS = (
     Metric("spec_verify_calls", "counter", "num_verifies", _VERIFIES),
     Metric("spec_proposed_drafts", "counter", "num_proposed_drafts", _PROPOSED),
     Metric("spec_accepted_drafts", "counter", "num_accepted_drafts", _ACCEPTED),
+    Metric("spec_context_accept_length", "gauge", "accept_length_by_context", _BY_CONTEXT),
+    Metric("spec_context_verify_calls", "counter", "verifies_by_context", _VERIFIES_AT),
+    Metric("spec_context_accepted_drafts", "counter", "accepted_by_context", _ACCEPTED_AT),
     Metric("spec_verified_rows", "counter", "verified_rows", _ROWS, "drafts"),
     Metric("spec_verified_drafts", "counter", "verified_by_position", _POSITIONS, "chains"),
     Metric("spec_num_steps", "gauge", "tier.steps", _STEPS, "drafts"),
@@ -439,11 +470,11 @@ def families(
         name, values = prefix + metric.name, tuple(labels.values())
         value = metric.of(totals)
         if name not in families_by_name:
-            names = (*labels, "position") if isinstance(value, list) else tuple(labels)
+            names = *labels, *LABELS.get(type(value), ())
             families_by_name[name] = _KINDS[metric.kind](name, metric.help, labels=names)
-        if isinstance(value, list):
-            for position, count in enumerate(value):
-                families_by_name[name].add_metric((*values, str(position)), count)
+        if isinstance(value, list | dict):
+            for group, count in value.items() if isinstance(value, dict) else enumerate(value):
+                families_by_name[name].add_metric((*values, str(group)), count)
         elif isinstance(value, Histogram):
             bounds = [*map(floatToGoString, value.bounds), "+Inf"]
             buckets = list(zip(bounds, accumulate(value.counts), strict=True))

@@ -4,8 +4,8 @@
 
 The prompts are JSON lines in Spec-Bench form: ``question_id``, ``category`` and ``turns``, a list
 of user messages. Each turn is encoded with the chat template, after all earlier turns. To measure
-the effect of long contexts, ``--context-before N`` begins each request with N tokens of a text.
-Two engines run side by side, so --mem-fraction-static is 0.3 by default.
+the effect of long contexts, ``--context-before N,N`` begins each request with N tokens of a text,
+once for each N. Two engines run side by side, so --mem-fraction-static is 0.3 by default.
 """
 
 import argparse
@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,6 @@ from specjax.speculative.catalog import PLAIN
 
 SAMPLING = ("max_new_tokens", "temperature", "sampling_seed")
 COLUMNS = (
-    ("category", "name", ""),
     ("requests", "requests", "d"),
     ("length", "accept_length", ".2f"),
     ("pooled", "accept_length_pooled", ".2f"),
@@ -40,6 +40,7 @@ COLUMNS = (
     ("identical", "compared", ""),
 )
 LOGPROB = ("logprob", "logprob", ".3f")
+SMALLEST_CONTEXT = 128  # prompt tokens of the first row of the table by context
 
 
 @dataclass(frozen=True)
@@ -135,16 +136,16 @@ def parse_arguments(name: str, argv: Sequence[str]) -> argparse.Namespace:
     warmth = "sampling temperature (default: %(default)s)"
     add("--temperature", type=float, default=0.0, help=warmth)
     add("--sampling-seed", type=int, default=0, help="random seed (default: %(default)s)")
-    text = "begin each request with this many tokens of a text of --context (default: %(default)s)"
-    add("--context-before", type=int, default=0, metavar="N", help=text)
+    text = "begin each request with this many tokens of a text of --context (default: 0)"
+    add("--context-before", type=common.list_of(int), default=[0], metavar="N,N", help=text)
     texts = "text file for --context-before; repeatable, taken in turns; adds log-probabilities"
     add("--context", type=Path, action="append", default=[], metavar="FILE", help=texts)
     add("--output", type=Path, help="file to write the results to, as JSON (default: none)")
     args = parser.parse_args(argv)
     common.check_at_least(parser, args, 1, "batch_size", "max_new_tokens", "limit")
     common.check_at_least(parser, args, 0, "context_before")
-    if args.context_before and not args.context:
-        parser.error(f"--context-before={args.context_before} needs at least one --context FILE")
+    if any(args.context_before) and not args.context:
+        parser.error(f"--context-before {args.context_before} needs at least one --context FILE")
     return args
 
 
@@ -156,6 +157,15 @@ def contexts_of(tokenizer: Any, files: Sequence[Path], count: int) -> list[list[
             few = f"{len(ids)} tokens, too few for --context-before={count}"
             raise ValueError(f"--context {file} has only {few}; lower it or use a longer file")
     return encoded or [[]]
+
+
+def by_context(answers: Sequence[Answer]) -> dict[int, list[Answer]]:
+    """Group answers by prompt tokens, up to a power of two, in ascending order."""
+    groups: dict[int, list[Answer]] = {}
+    for answer in sorted(answers, key=lambda answer: answer.meta_info["prompt_tokens"]):
+        most = max(SMALLEST_CONTEXT, 1 << (answer.meta_info["prompt_tokens"] - 1).bit_length())
+        groups.setdefault(most, []).append(answer)
+    return groups
 
 
 def main(name: str, argv: Sequence[str]) -> int:
@@ -171,11 +181,14 @@ def main(name: str, argv: Sequence[str]) -> int:
         engine = stack.enter_context(Engine(**options))
         plain = stack.enter_context(Engine(**plainly, share_weights_with=engine))
         watches = {"speculative": Stopwatch(engine), "plain": Stopwatch(plain)}
-        total = sum(len(prompt["turns"]) for prompt in prompts)
+        total = sum(len(prompt["turns"]) for prompt in prompts) * len(args.context_before)
         bar = stack.enter_context(tqdm(total=total, unit="request", disable=None, file=sys.stderr))
         request = {"sampling_params": sampling, "return_logprob": bool(args.context)}
-        contexts = contexts_of(engine.tokenizer, args.context, args.context_before)
-        for batch in evaluate(watches, prompts, contexts, request, args.batch_size):
+        texts = [
+            contexts_of(engine.tokenizer, args.context, count) for count in args.context_before
+        ]
+        runs = (evaluate(watches, prompts, x, request, args.batch_size) for x in texts)
+        for batch in chain.from_iterable(runs):
             answers += batch
             length = f"accept length {summarize(answers)['accept_length']:.2f}"
             bar.set_description(length)
@@ -187,13 +200,16 @@ def main(name: str, argv: Sequence[str]) -> int:
         name: summarize([answer for answer in answers if answer.category == name])
         for name in dict.fromkeys(answer.category for answer in answers)
     }
+    contexts = {f"to {most}": summarize(group) for most, group in by_context(answers).items()}
     overall = summarize(answers)
-    rows = [
-        row | {"name": name, "compared": f"{row['identical']}/{row['requests']}"}
-        for name, row in (categories | {"all": overall}).items()
-    ]
     speeds = {name: watch.num_tokens / watch.seconds for name, watch in watches.items()}
-    print(common.table_of((*COLUMNS, LOGPROB) if args.context else COLUMNS, rows))
+    for title, groups in ("category", categories), ("prompt tokens", contexts):
+        rows = [
+            row | {"name": name, "compared": f"{row['identical']}/{row['requests']}"}
+            for name, row in (groups | {"all": overall}).items()
+        ]
+        columns = (title, "name", ""), *COLUMNS, *([LOGPROB] if args.context else [])
+        print(common.table_of(columns, rows))
     print("  ".join(f"{name}: {speed:.1f} tok/s" for name, speed in speeds.items()))
     for answer in answers:
         if answer.difference is not None:
@@ -209,6 +225,7 @@ def main(name: str, argv: Sequence[str]) -> int:
             "tokens_per_second": speeds,
             "overall": overall,
             "categories": categories,
+            "contexts": contexts,
             "requests": [dataclasses.asdict(answer) for answer in answers],
         }
         args.output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")

@@ -92,6 +92,8 @@ def _facts(
             vocabulary = f"{config.draft_vocab_size} of {config.vocab_size}, mapped by d2t"
     yield "vocabulary", vocabulary
     yield "rope_theta", f"{config.rope_theta:g}"
+    if isinstance(config, FeatureConfig) and (length := _stated_length(path, target)):
+        yield "stated length", length
     if any(windows := getattr(config, "windows", ())):
         sizes = ", ".join(map(str, sorted(set(windows) - {0})))
         yield "windows", f"{sizes} in {sum(map(bool, windows))} of {config.num_layers} layers"
@@ -165,11 +167,28 @@ def _count_recurrent(config: Any) -> int:
     return sum(kind.mixer is GatedDelta for kind in layer_kinds(config))
 
 
+def _merged(fields: Fields) -> Fields:
+    """The keys of a draft's file, also of its sections."""
+    nested = {key: x for name in _NESTED for key, x in fields.fields(name).values.items()}
+    stated = {key: x for key, x in fields.values.items() if x is not None}
+    return Fields(nested | stated, fields.where)
+
+
+def _stated_length(path: Path, target: TargetCheckpoint | None) -> str:
+    """Describe the longest text that the file of a head or drafter states, if it does."""
+    fields = _merged(Fields.read(path / "config.json"))
+    if not (length := fields.get("max_position_embeddings", Size, 0)):
+        return ""
+    if target is None:
+        return f"{length} tokens"
+    limit = target.config.context_limit
+    longer = "; for longer texts, see speculative_draft_window_size" if length < limit else ""
+    return f"{length} tokens, of up to {limit} in the target's context{longer}"
+
+
 def _stated_target(source: TensorSource, fields: Fields) -> TargetCheckpoint:
     """Return a stand-in for the target, with the sizes that the draft's files state."""
-    merged = {key: x for name in _NESTED for key, x in fields.fields(name).values.items()}
-    stated = {key: x for key, x in fields.values.items() if x is not None}
-    keys = Fields(merged | stated, fields.where)
+    keys = _merged(fields)
     tables = ("t2d", "markov_head.markov_w1.weight", "embed_tokens.weight", "lm_head.weight")
     shapes = [source.infos[name].shape for name in tables if name in source.infos]
     sizes = [shape[0] for shape in shapes if shape]

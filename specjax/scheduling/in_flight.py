@@ -319,7 +319,7 @@ class InFlight:
         if total:
             self._report_tokens(request, total, now)
         if spec is not None:
-            self._metrics.drafts_verified(*spec.take_new())
+            self._metrics.drafts_verified(*spec.take_new(), row.kv_len)
 
     def _report_tokens(self, request: Request, count: int, now: float) -> None:
         last, request.last_token_time = request.last_token_time, now

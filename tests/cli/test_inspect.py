@@ -62,10 +62,13 @@ def test_block_drafters(target: Path, tmp_path: Path, capsys: Any) -> None:
         "target layers": "-1, 1",
         "vocabulary": "50 of 98, mapped by d2t",
         "rope_theta": "1e+06",
+        "stated length": "64 tokens",
         "KV memory": "512 bytes per token in float32, 128 in fp8_e4m3",
     }
     assert inspect(capsys, path) == (0, expected)
     expected |= {
+        "stated length": "64 tokens, of up to 128 in the target's context; for longer texts, see "
+        "speculative_draft_window_size",
         "KV memory": "256 bytes per token in bfloat16, 128 in fp8_e4m3",
         f"fits {target}": "yes",
     }

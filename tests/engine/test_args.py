@@ -98,6 +98,19 @@ SINGLE, ACC = (f"speculative_accept_threshold_{name}" for name in ("single", "ac
             SPECULATIVE | {"simulate_accept_length": 2.0, "simulate_acceptance": 0.0},
             "simulate_accept_length=2.0 and simulate_acceptance=0.0 exclude each other",
         ),
+        ({"speculative_draft_window_size": 8}, r"\['speculative_draft_window_size'\] have no"),
+        (
+            SPECULATIVE | {"speculative_draft_window_size": 0},
+            "draft_window_size=0 must be .* at least 1",
+        ),
+        (
+            SPECULATIVE | {"speculative_draft_sink_size": -1},
+            "draft_sink_size=-1 must be .* at least 0",
+        ),
+        (
+            SPECULATIVE | {"speculative_draft_sink_size": 4},
+            "speculative_draft_sink_size=4 needs speculative_draft_window_size, which is None",
+        ),
         ({REJECTION: True}, rf"\['{REJECTION}'\] have no effect with .*=None"),
         ({SINGLE: 0.9}, rf"\['{SINGLE}'\] have no effect with .*=None"),
         ({ACC: 0.9}, rf"\['{ACC}'\] have no effect with .*=None"),

@@ -105,8 +105,8 @@ def test_events_become_metrics():
     totals.tokens_generated(1, None)
     clock.now += 0.004
     totals.tokens_generated(4, 0.004)
-    totals.drafts_verified(3, [(2, 2)])
-    totals.drafts_verified(5, [(1, 2), (0, 0)])
+    totals.drafts_verified(3, [(2, 2)], 2047)
+    totals.drafts_verified(5, [(1, 2), (0, 0)], 8192)
     assert totals.snapshot().accepted_by_position == [2, 1]
     totals.num_retracted += 1
     totals.request_admitted(15, 12, None)
@@ -127,6 +127,12 @@ def test_events_become_metrics():
     assert samples["spec_accepted_drafts_total"] == 3
     assert samples["spec_accept_length"] == 2.0
     assert samples["spec_accept_rate"] == 3 / 8
+    lengths = {"0-2047": 3.0, "2048-8191": 0.0, "8192+": 1.5}
+    for context, length in lengths.items():
+        assert samples[f"spec_context_accept_length{{context={context}}}"] == length
+    assert totals.snapshot().accept_length_by_context == lengths
+    assert samples["spec_context_verify_calls_total{context=8192+}"] == 2
+    assert samples["spec_context_accepted_drafts_total{context=8192+}"] == 1
     assert samples["num_retracted_requests_total"] == 1
     assert samples["num_requests_total"] == 2
     assert samples["num_aborted_requests_total"] == 1
@@ -153,7 +159,7 @@ def test_a_snapshot_is_of_one_moment():
 
     def write() -> None:
         while not is_over.is_set():
-            totals.drafts_verified(3, [(3, 3)])
+            totals.drafts_verified(3, [(3, 3)], 9)
             totals.tokens_generated(2, 0.001)
 
     writer = threading.Thread(target=write)
@@ -162,6 +168,7 @@ def test_a_snapshot_is_of_one_moment():
         for _ in range(300):
             now = totals.snapshot()
             assert now.num_proposed_drafts == now.num_accepted_drafts == 3 * now.num_verifies
+            assert now.accepted_by_context["0-2047"] == now.num_accepted_drafts
             assert sum(now.inter_token_latency.counts) == now.generated_tokens
             time.sleep(0)
     finally:
@@ -250,14 +257,16 @@ def test_names_and_types_stay():
     gauges = (
         "num_running_reqs num_queue_reqs num_used_tokens max_total_num_tokens token_usage "
         "gen_throughput cache_hit_rate spec_accept_length spec_accept_rate spec_num_steps "
-        "spec_num_draft_tokens spec_ema_accept_len spec_calibration_error experts_read_per_layer"
+        "spec_num_draft_tokens spec_ema_accept_len spec_calibration_error experts_read_per_layer "
+        "spec_context_accept_length"
     )
     counters = (
         "prompt_tokens cached_tokens generation_tokens realtime_tokens num_requests "
         "num_aborted_requests num_retracted_requests spec_verify_calls spec_proposed_drafts "
         "spec_accepted_drafts spec_verified_rows spec_verified_drafts spec_num_switches "
         "spec_wasted_drafts spec_rounds spec_plain_rounds spec_expected_tokens "
-        "spec_realised_tokens experts_read expert_rounds"
+        "spec_realised_tokens experts_read expert_rounds spec_context_verify_calls "
+        "spec_context_accepted_drafts"
     )
     histograms = "queue_time time_to_first_token inter_token_latency e2e_request_latency"
     assert by_kind == {
@@ -381,7 +390,7 @@ def test_rarely_accepted_drafts_cause_one_warning(accepted, checks, warns, caplo
     for _ in range(3 * FIRST_VERIFIES):
         if totals.num_verifies < FIRST_VERIFIES:
             assert not caplog.records
-        totals.drafts_verified(len(accepted), [(n, n) for n in accepted])
+        totals.drafts_verified(len(accepted), [(n, n) for n in accepted], 9)
     assert len(caplog.records) == warns
     if warns:
         message = caplog.records[0].getMessage()
@@ -402,7 +411,7 @@ def test_short_requests_do_not_look_like_bad_drafts(end, limit, most, warns, cap
         tokens = [5, 2, 3, 4][: num_accepted + 1]
         request.append_round(tokens, 3, num_accepted, DraftShape.chain(3))
         assert request.is_finished
-        totals.drafts_verified(*request.spec.take_new())
+        totals.drafts_verified(*request.spec.take_new(), 9)
     assert totals.accept_length == pytest.approx(1.17)
     assert len(caplog.records) == warns
 

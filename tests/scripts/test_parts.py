@@ -301,6 +301,15 @@ def test_later_turns_follow_the_earlier_answers(monkeypatch: pytest.MonkeyPatch)
     ]
 
 
+def test_answers_by_the_length_of_their_prompts() -> None:
+    lengths = [129, 5, 128, 4000, 4096, 4097]
+    answers = [acceptance.Answer("q", "c", 0, {"prompt_tokens": n}, None) for n in lengths]
+    groups = acceptance.by_context(answers)
+    found = {most: [x.meta_info["prompt_tokens"] for x in group] for most, group in groups.items()}
+    assert found == {128: [5, 128], 256: [129], 4096: [4000, 4096], 8192: [4097]}
+    assert list(groups) == sorted(groups)
+
+
 # clients of a server
 
 

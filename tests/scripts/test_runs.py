@@ -118,9 +118,12 @@ def test_acceptance(
     assert results["overall"]["logprob"] is None
     text = tmp_path / "text"
     text.write_text("some other text")
-    assert run_bench("acceptance", f"{arguments} --context {text} --context-before 9") == 0
+    assert run_bench("acceptance", f"{arguments} --context {text} --context-before 0,9") == 0
     again = json.loads(output.read_text())
-    assert again["overall"]["identical"] == 4
+    assert again["overall"]["identical"] == 8
+    assert again["settings"]["context_before"] == [0, 9]
+    assert sum(group["requests"] for group in again["contexts"].values()) == 8
+    again["requests"] = again["requests"][4:]
     assert again["overall"]["logprob"] < 0
     for long, short in zip(again["requests"], results["requests"], strict=True):
         assert (

@@ -264,6 +264,10 @@ STANDALONE = {"speculative_algorithm": "standalone", "draft": "some"}
         ),
         (NGRAM | {"speculative_num_steps": 0}, "num_steps=0 must be from 1 to 63"),
         (NGRAM | {"draft": "x"}, r"\['draft'\] have no effect .*='ngram'"),
+        (
+            NGRAM | {"speculative_draft_window_size": 8},
+            r"\['speculative_draft_window_size'\] have no effect .*='ngram'",
+        ),
         (NGRAM | {"speculative_eagle_topk": 2}, r"\['speculative_eagle_topk'\] have no"),
         (NGRAM | {"speculative_use_rejection_sampling": True}, "speculative_algorithm=NGRAM has"),
         (
