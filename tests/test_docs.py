@@ -43,6 +43,15 @@ def test_the_table_of_acceptance_shows_the_data() -> None:
     assert shown == [list(row.values()) for row in measured("acceptance")]
 
 
+def test_the_table_of_contexts_shows_the_data() -> None:
+    shown, head = [], ""
+    for cells in table_of("contexts"):
+        head = cells[0] or head
+        shown.append([head, *cells[1:]])
+    rows = [list(row.values()) for row in measured("contexts")]
+    assert shown == [[head, f"{int(count):,}", *values] for head, count, *values in rows]
+
+
 @pytest.mark.parametrize("theme", ["light", "dark"])
 @pytest.mark.parametrize(("name", "columns"), [("rounds", BATCHES), ("acceptance", LENGTHS)])
 def test_the_plots_show_the_data(name: str, columns: tuple[str, ...], theme: str) -> None:

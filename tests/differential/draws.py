@@ -184,6 +184,9 @@ def draw_engine(rng: np.random.Generator, algorithm: str, drafts: Drafts) -> Opt
         "disable_radix_cache": chance(rng, 0.3),
         "grammar_backend": one_of(rng, (None, "llguidance")),
     } | ALGORITHMS[algorithm](rng, drafts)
+    if algorithm not in ("NGRAM", "markov") and chance(rng, 0.4):
+        options["speculative_draft_window_size"] = int(rng.integers(1, 40))
+        options["speculative_draft_sink_size"] = one_of(rng, (0, 1, 4, 30))
     is_split, is_apart = chance(rng, SPLIT), chance(rng, APART)
     sizes = {
         "page_size": one_of(rng, (1, 4, 16)),
