@@ -16,7 +16,7 @@ INKS = {
     "dark": ("#e6edf3", {"specjax": "#58a6ff", "SGLang": "#6e7681", "vLLM": "#afb8c1"}),
 }
 LINES = {"1 draft": "s:", "3 drafts": "D--", "7 drafts": "^-.", "budget policy": "o-"}
-WINDOWS = {"no window": "o-", "1,024 + 4": "^-.", "512 + 4": "D--", "512": "s:", "256 + 4": "v-"}
+WINDOWS = {"no window": "o-", "1,024 + 4": "^-.", "512 + 4": "D--", "256 + 4": "s:"}
 PARTS = ("text.color", "axes.labelcolor", "xtick.color", "ytick.color", "axes.edgecolor")
 # keep text as text, so that values can be read from the file
 STYLE = {"svg.fonttype": "none", "svg.hashsalt": "specjax", "legend.frameon": False}
@@ -114,12 +114,12 @@ def draw_contexts(rows: list[dict[str, str]], colours: dict[str, str]) -> Any:
         lengths = [int(row["context"]) for row in mine]
         for name, style in WINDOWS.items():
             colour = colours["specjax" if name[0].isdigit() else "vLLM"]
-            values = [float(row[name]) for row in mine]
+            values = [float(row[name] or "nan") for row in mine]
             axes.plot(lengths, values, style, color=colour, label=name, markersize=4)
-        axes.set_title(head, fontsize=9)
-        axes.set_ylim(1.0)
+        axes.set_title(f"head trained on {head}", fontsize=9)
+        axes.set_ylim(1.0, 3.5)
     panels[0].set_ylabel("accept length (plain decoding: 1)", fontsize=8)
-    figure.supxlabel("tokens before the answer", fontsize=8)
+    figure.supxlabel("tokens before the prompt", fontsize=8)
     return figure
 
 
