@@ -65,7 +65,7 @@ class PagedInputs:
         return PagedForm(self.page_size, scale, *options)
 
     def check(self, q: Array, ndim: int) -> None:
-        """Reject queries ``[..., N, H]`` that do not fit the pool, and a window below 1."""
+        """Reject queries ``[..., N, H]`` that do not fit the pool, and windows out of range."""
         pool = self.pool
         if q.ndim != ndim:
             raise ValueError(f"q {q.shape} must have {ndim} dimensions")
