@@ -114,7 +114,7 @@ def draw_contexts(rows: list[dict[str, str]], colours: dict[str, str]) -> Any:
         lengths = [int(row["context"]) for row in mine]
         for name, style in WINDOWS.items():
             colour = colours["specjax" if name[0].isdigit() else "vLLM"]
-            values = [float(row[name] or "nan") for row in mine]
+            values = [float(row[name]) for row in mine]
             axes.plot(lengths, values, style, color=colour, label=name, markersize=4)
         axes.set_title(f"head trained on {head}", fontsize=9)
         axes.set_ylim(1.0, 3.5)
