@@ -102,7 +102,7 @@ def specjax_prefill_attention(*refs: Any, tiles: PrefillTiles, form: PagedForm) 
             if is_masked and window is not None:
                 # pages before all windows may belong to another request
                 near = jnp.maximum(key, jnp.maximum(first_position - window + 1, 0))
-                key = jnp.where(key < sink_tokens, key, near)
+                key = jnp.where(key < sink_tokens, key, near) if sink_tokens else near
             page = table_ref[segment, jnp.minimum(key // form.page_size, table_ref.shape[1] - 1)]
             slot = page * form.page_size + key % form.page_size
             k, v = load_kv(pool_ref, layer, slot, head, q[0].dtype, form.implementation)
@@ -112,7 +112,10 @@ def specjax_prefill_attention(*refs: Any, tiles: PrefillTiles, form: PagedForm) 
                 gap = token[:, None] - (position - first_position)[None, :]
                 visible = gap >= 0
                 if window is not None:
-                    visible &= (gap < window) | (position < sink_tokens)[None, :]
+                    near = gap < window
+                    if sink_tokens:
+                        near |= (position < sink_tokens)[None, :]
+                    visible &= near
                 scores = jnp.where(visible, scores, NEGATIVE)
                 # without a window, every row sees key 0, so masked keys have the weight 0
                 mask = None if window is None else visible

@@ -265,20 +265,25 @@ def specjax_tree_attention(
             oldest = inputs["positions"][request, token] - seq_len - window + 1
         begin = jnp.maximum(seq_len + jnp.min(oldest), 0)
         skipped = begin // tiles.block_keys
-        begins = jnp.minimum(-(-sink_tokens // tiles.block_keys), skipped), skipped
-        blocks -= skipped - begins[0]
+        blocks -= skipped
+        if sink_tokens:
+            begins = jnp.minimum(-(-sink_tokens // tiles.block_keys), skipped), skipped
+            blocks += begins[0]
     share = (blocks + tiles.num_splits - 1) // tiles.num_splits
     block = split * share
     last = jnp.minimum(block + share, blocks)
+    if window is not None and not sink_tokens:
+        block, last = block + skipped, last + skipped
 
     def step(i: Array, carry: tuple[Array, ...], *, is_masked: bool) -> tuple[Array, ...]:
-        if window is not None:
+        if sink_tokens:
             i = block_after(i, begins)
         position = i * tiles.block_keys + jnp.arange(tiles.block_keys)
         # past the end, read the last key again and mask its score; the load needs no mask
         key = jnp.minimum(position, total - 1) if is_masked else position
         if window is not None:  # pages before all windows may belong to another request
-            key = jnp.where(key < sink_tokens, key, jnp.maximum(key, begin))
+            near = jnp.maximum(key, begin)
+            key = jnp.where(key < sink_tokens, key, near) if sink_tokens else near
         slot = slots_of(table_ref, request, key, form.page_size)
         keys, values = load_kv(pool_ref, layer, slot, head, q[0].dtype, form.implementation)
         scores = base2_scores(products(q, keys), form.scale, form.softcap)
@@ -299,7 +304,9 @@ def specjax_tree_attention(
         else:
             visible = offset[None, :] <= token[:, None]
         if window is not None:
-            near = (offset[None, :] >= oldest[:, None]) | (position < sink_tokens)[None, :]
+            near = offset[None, :] >= oldest[:, None]
+            if sink_tokens:
+                near |= (position < sink_tokens)[None, :]
             # the mask of a tree leaves out new keys before the window
             visible &= near | (offset >= 0)[None, :] if has_positions else near
         return visible
