@@ -38,6 +38,7 @@ load, store = triton.load, triton.store
 inline_ptx = triton.elementwise_inline_asm
 power_of_two = pl.next_power_of_2
 
+WIDEST = 512  # head dim
 # of two values of KV, see kv_format.py
 WORD = jnp.dtype(jnp.uint16)
 
@@ -81,12 +82,12 @@ def resolve(
 
 
 def takes_head_dim(head_dim: int, kv_dtype: jnp.dtype | None = None) -> bool:
-    """Whether the Pallas kernels support a head dim: a multiple of 16 from 16 to 256.
+    """Whether the Pallas kernels support a head dim: a multiple of 16 from 16 to 256, or 512.
 
     With two values in a word, the words of a head must be a multiple of 16.
     """
     least = 32 if kv_dtype == WORD else 16
-    return least <= head_dim <= 256 and head_dim % least == 0
+    return head_dim == WIDEST or (least <= head_dim <= 256 and head_dim % least == 0)
 
 
 def spans(size: int, start: int = 0) -> tuple[Any, ...]:

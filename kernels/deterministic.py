@@ -20,9 +20,10 @@ def refusals(model: TransformerConfig, device: jax.Device, *, deterministic: boo
         yield f"{OPTION} needs dtype='bfloat16'; the model has {model.dtype}"
     if model.quantization is not None:
         yield f"{OPTION} does not support quantised matrices; the model has {model.quantization}"
-    if model.head_dim not in HEAD_DIMS:
-        dims = " or ".join(map(str, HEAD_DIMS))
-        yield f"{OPTION} needs a head dim of {dims}, not {model.head_dim}"
+    for dim in {model.head_dim, getattr(model, "global_head_dim", model.head_dim)}:
+        if dim not in HEAD_DIMS:
+            dims = " or ".join(map(str, HEAD_DIMS))
+            yield f"{OPTION} needs a head dim of {dims}, not {dim}"
     if model.num_heads > MAX_ROWS * model.num_kv_heads:
         heads = f"num_heads={model.num_heads} and num_key_value_heads={model.num_kv_heads}"
         yield f"{OPTION} needs at most {MAX_ROWS} query heads per KV head, not {heads}"

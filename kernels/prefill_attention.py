@@ -16,7 +16,14 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
-from specjax.kernels.backend import INVARIANT, power_of_two, resolve, takes_head_dim, triton_call
+from specjax.kernels.backend import (
+    INVARIANT,
+    WIDEST,
+    power_of_two,
+    resolve,
+    takes_head_dim,
+    triton_call,
+)
 from specjax.kernels.invariant_attention import invariant_prefill_attention
 from specjax.kernels.kv_format import for_products, head_spans, load_kv
 from specjax.kernels.paged import (
@@ -67,6 +74,9 @@ class PrefillTiles:
     @classmethod
     def choose(cls, *, tokens: int, group: int, head_dim: int, dtype: jnp.dtype) -> "PrefillTiles":
         """A launch shape for ``tokens`` packed tokens with ``group`` query heads per KV head."""
+        if head_dim == WIDEST:  # as in AttentionTiles
+            keys, stages = (32, 2) if dtype == jnp.bfloat16 else (16, 1)
+            return cls(block_rows=64, block_keys=keys, num_warps=8, num_stages=stages)
         if dtype != jnp.bfloat16:
             return cls(block_rows=64, block_keys=32, num_warps=4, num_stages=2)
         # Llama-3.1-8B shape, H200, jax 0.11.2: 512 tokens after 4,096 take 128 us with 64 rows and
@@ -171,9 +181,9 @@ def prefill_attention(
         ``[W, N, H]`` in the dtype of ``q``; zeros in padding rows.
 
     Raises:
-        NotImplementedError: in the Pallas kernel, if the head dim is not a multiple of 16 up to
-            256 (words: of 32), or if there are more query heads per KV head than rows in a tile.
-            The invariant form also refuses the options of a layer.
+        NotImplementedError: in the Pallas kernel, if the head dim is not 512 or a multiple of 16
+            up to 256 (words: of 32), or if there are more query heads per KV head than rows in a
+            tile. The invariant form also refuses the options of a layer.
     """
     inputs.check(q, 3)
     (rows, heads, dim), pool, table = q.shape, inputs.pool, inputs.page_table
@@ -198,9 +208,9 @@ def prefill_attention(
         tiles = PrefillTiles.choose(tokens=rows, group=group, head_dim=dim, dtype=q.dtype)
     if not takes_head_dim(dim, pool.dtype) or group > tiles.block_rows:
         raise NotImplementedError(
-            "the Pallas kernel supports head dims of multiples of 16 (KV in words: 32) up to 256 "
-            f"(got {dim}), and at most {tiles.block_rows} query heads per KV head (got {group}); "
-            "use implementation='xla'"
+            "the Pallas kernel supports head dims of 512 or multiples of 16 (KV in words: 32) up "
+            f"to 256 (got {dim}), and at most {tiles.block_rows} query heads per KV head (got "
+            f"{group}); use implementation='xla'"
         )
     work = tile_map(starts, counts, rows, tiles.block_rows // group)
     operands = inputs.layer_operand, work, table, q, pool

@@ -179,7 +179,9 @@ def rope_store(
     tokens, columns = slots.size, qkv.shape[-2]
     qkv = qkv.reshape(-1, tokens, columns, dim)
     scales, eps = (norms[:2], norms[2]) if norms else ((), None)
-    block = min(MAX_TOKENS, power_of_two(pl.cdiv(tokens * columns, ENOUGH_PROGRAMS)))
+    # the widest heads would take too many registers
+    most = MAX_TOKENS // 2 if dim > 256 else MAX_TOKENS
+    block = min(most, power_of_two(pl.cdiv(tokens * columns, ENOUGH_PROGRAMS)))
     block = 1 if is_invariant and norms else block
     rotated, pool = triton_call(
         partial(specjax_rope_store, block=block, eps=eps),

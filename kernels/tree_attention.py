@@ -17,7 +17,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.experimental import pallas as pl
-from specjax.kernels.backend import INVARIANT, WORD, resolve, spans, takes_head_dim, triton_call
+from specjax.kernels.backend import (
+    INVARIANT,
+    WIDEST,
+    WORD,
+    resolve,
+    spans,
+    takes_head_dim,
+    triton_call,
+)
 from specjax.kernels.invariant_attention import invariant_tree_attention
 from specjax.kernels.kv_format import for_products, from_pool, head_spans, load_kv, slots_of
 from specjax.kernels.paged import (
@@ -190,6 +198,7 @@ class AttentionTiles:
         context: int,
         dtype: jnp.dtype,
         kv_dtype: jnp.dtype | None = None,
+        head_dim: int = 128,
     ) -> "AttentionTiles":
         """A launch shape for ``rows`` query rows per KV head over at most ``context`` keys."""
         block_rows = min(MAX_ROWS, max(MIN_ROWS, pl.next_power_of_2(rows)))
@@ -209,6 +218,11 @@ class AttentionTiles:
             programs_wanted = 264 if block_rows == MAX_ROWS else 528
             splits = min(programs_wanted // programs, max(1, context // block_keys), 64)
             num_splits = pl.next_power_of_2(splits // 2 + 1)
+        if head_dim == WIDEST:
+            # queries, and keys and values in flight, take 192 KiB of 227 KiB of shared memory;
+            # the sums of a tile fill the registers of eight warps by half
+            block_keys, num_stages = (32, 2) if bfloat16 else (16, 1)
+            return cls(block_rows, block_keys, num_splits, num_warps=8, num_stages=num_stages)
         return cls(block_rows, block_keys, num_splits, num_warps=4, num_stages=num_stages)
 
 
@@ -387,8 +401,8 @@ def tree_attention(
     Raises:
         ValueError: for mismatched shapes, a window below 1 or an unknown implementation.
         NotImplementedError: in the Pallas kernel, for a tree mask over more than ``MAX_MASKED``
-            keys, or if the head dim is not a multiple of 16 (words: 32) up to 256. The invariant
-            form also refuses the options of a layer.
+            keys, or if the head dim is not 512 or a multiple of 16 (words: 32) up to 256. The
+            invariant form also refuses the options of a layer.
     """
     inputs.check(q, 4)
     (batch, rows, heads, dim), pool, window = q.shape, inputs.pool, inputs.window
@@ -414,8 +428,8 @@ def tree_attention(
     if (num_new > MAX_MASKED and tree_mask is not None) or not takes_head_dim(dim, pool.dtype):
         raise NotImplementedError(
             f"the Pallas kernel supports at most {MAX_MASKED} new keys with a tree mask (got "
-            f"{num_new}), and head dims of multiples of 16 (KV in words: 32) up to 256 (got {dim});"
-            " use implementation='xla'"
+            f"{num_new}), and head dims of 512 or multiples of 16 (KV in words: 32) up to 256 (got "
+            f"{dim}); use implementation='xla'"
         )
     context = inputs.page_table.shape[1] * inputs.page_size
     if tiles is None:
@@ -428,6 +442,7 @@ def tree_attention(
             else min(context, inputs.sink_tokens + window + num_new),
             dtype=q.dtype,
             kv_dtype=pool.dtype,
+            head_dim=dim,
         )
     row_tiles = -(-rows * group // tiles.block_rows)
     shape = (batch, kv_heads, tiles.num_splits, row_tiles * tiles.block_rows)

@@ -80,7 +80,7 @@ class Quantization:
         return self.group is None and self.bits == 8
 
 
-ROPE_TYPES = ("linear", "dynamic", "llama3", "yarn", "longrope")
+ROPE_TYPES = ("linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +91,7 @@ class RopeScaling:
     of ``longrope`` divide the frequencies: ``long_factor`` if the context is longer than
     ``original_max_position_embeddings``, else ``short_factor``. ``dynamic`` changes the base, only
     if the context is longer. ``llama_4_scaling_beta`` scales queries by position (Ministral 3).
+    ``proportional`` rotates the share ``partial_rotary_factor`` of the pairs of a whole head.
     """
 
     rope_type: str
@@ -105,6 +106,7 @@ class RopeScaling:
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
     llama_4_scaling_beta: Annotated[float, Meta(ge=0.0, le=1e3)] = 0.0
+    partial_rotary_factor: Annotated[float, Meta(ge=0.0, le=1.0)] = 1.0
 
     def __post_init__(self) -> None:
         check_ranges(self)

@@ -189,6 +189,11 @@ def open_draft_model(
             f"draft={opened.name!r} has vocab_size={sizes[0]}, but model={target.name!r} has "
             f"vocab_size={sizes[1]}; a draft model needs the target's vocabulary"
         )
+    if getattr(opened.config, "full_layers", ()):
+        raise ValueError(
+            f"draft={opened.name!r} has layers with KV of two shapes, which a draft model must not "
+            "have; use another draft"
+        )
     limit, context = opened.config.context_limit, target.config.context_length(context_length)
     if limit < context:
         raise ValueError(

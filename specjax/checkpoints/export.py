@@ -44,11 +44,12 @@ _PUBLISHED = {
         *("max_position_embeddings", "norm_before_residual", "norm_before_fc", "mask_token_id"),
     )
 }
-# settings of mixtures of experts and of recurrent layers, which have their published names
+# settings of mixtures of experts, recurrent and full layers, which have their published names
 _SAME = (
     *("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"),
     *("shared_expert_intermediate_size", "linear_num_key_heads", "linear_num_value_heads"),
     *("linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim"),
+    *("global_head_dim", "num_global_key_value_heads", "attention_k_eq_v"),
 )
 # routers of experts, and rates of recurrent layers: they stay whole
 _WHOLE = (

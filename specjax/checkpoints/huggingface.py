@@ -137,8 +137,9 @@ def text_name(name: str) -> str:
     return name.replace("language_model.", "", 1)
 
 
-# tensors of the parts that read images
-_PARTS = "vision_(tower|model|adapter|projection)|multi_modal_projector|visual"
+# tensors of the parts that read images or sound
+_PARTS = "vision_(tower|model|adapter|projection)|multi_modal_projector|visual|audio_tower"
+_PARTS += "|embed_(vision|audio)"
 OF_IMAGES = re.compile(rf"(model\.)?({_PARTS})\.")
 
 

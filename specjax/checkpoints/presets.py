@@ -10,6 +10,7 @@ from specjax.checkpoints.block import DFLASH_SPECULATORS, DSPARK_SPECULATORS
 from specjax.checkpoints.export import published_target, write_zeros
 from specjax.config import BlockConfig, DraftConfig, ModelConfig, RopeScaling
 from specjax.models.experts import MixtureConfig
+from specjax.models.gemma4 import Gemma4Config
 from specjax.models.gpt_oss import GptOssConfig
 from specjax.models.qwen35 import Qwen35Config
 
@@ -140,6 +141,29 @@ def _qwen35(num_layers: int, sizes: dict[str, Any]) -> tuple[Qwen35Config, Qwen3
     return model, dataclasses.replace(model, num_layers=1, first_layer=num_layers)
 
 
+_GEMMA4_31B: dict[str, Any] = _LLAMA31_8B | {
+    "vocab_size": 262144,
+    "hidden_size": 5376,
+    "intermediate_size": 21504,
+    "num_heads": 32,
+    "num_kv_heads": 16,
+    "head_dim": 256,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 262144,
+}
+GEMMA4_31B = Gemma4Config(
+    model_type="gemma4_text",
+    num_layers=60,
+    windows=(1024, 1024, 1024, 1024, 1024, 0) * 10,
+    full_layers=tuple(range(5, 60, 6)),
+    global_head_dim=512,
+    num_global_key_value_heads=4,
+    attention_k_eq_v=True,
+    tie_word_embeddings=True,
+    **_GEMMA4_31B,
+)
+
+
 def _eagle3(model: ModelConfig, sizes: dict[str, Any]) -> DraftConfig:
     return DraftConfig(
         checkpoint_format="eagle-3",
@@ -173,6 +197,7 @@ PRESETS: dict[str, tuple[ModelConfig, DraftConfig | BlockConfig | ModelConfig]] 
     "qwen3-8b-dspark-b7": (QWEN3_8B, QWEN3_8B_DSPARK),
     "qwen3.5-9b": _qwen35(32, _QWEN35_9B),
     "qwen3.5-27b": _qwen35(64, _QWEN35_27B),
+    "gemma4-31b": (GEMMA4_31B, _eagle3(GEMMA4_31B, _GEMMA4_31B)),
 }
 
 

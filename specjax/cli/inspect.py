@@ -21,6 +21,7 @@ from specjax.json_file import Fields, Size
 from specjax.models.declare import SCALE
 from specjax.models.experts import MixtureConfig
 from specjax.models.gated_delta import DeltaConfig, GatedDelta
+from specjax.models.gemma4 import Gemma4Config
 from specjax.models.registry import family_of, layer_kinds
 from specjax.models.short_conv import ConvConfig
 from specjax.speculative.block import DFLASH, DSPARK
@@ -112,6 +113,9 @@ def _facts(
         yield "convolutions", f"{size} in {convs} of {config.num_layers} layers"
     num_attentive = config.num_layers - recurrent - convs
     values = 2 * num_attentive * config.num_kv_heads * config.head_dim
+    if isinstance(config, Gemma4Config):
+        of_full = config.num_global_key_value_heads * config.global_head_dim
+        values += 2 * len(config.full_layers) * (of_full - config.num_kv_heads * config.head_dim)
     plain = f"{values * config.dtypes.kv.itemsize} bytes per token in {config.dtype}"
     yield "KV memory", plain if convs else f"{plain}, {values} in fp8_e4m3"
 

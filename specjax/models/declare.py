@@ -170,20 +170,28 @@ def pool_windows(caches: Sequence[Cache]) -> tuple[int, ...]:
 def pool_layers(caches: Sequence[Cache], num_pools: int) -> tuple[list[int], ...]:
     """The caches of each pool of tokens, of which ``num_pools`` have pages of their own.
 
-    The first has the layers without a window, or if alone, all. Each extra cache has a pool. A
-    layer is repeated for each of its places.
+    The first has the layers without a window, or if its pages are the only ones, those that keep
+    equal shapes of a token; other shapes have pools after it. Each extra cache has a pool. A layer
+    is repeated for each of its places.
     """
     stored = ([i] * x.num_places for i, x in enumerate(caches) if x.per_token and not x.is_extra)
     layers = [i for places in stored for i in places]
     extra = ([i] for i, cache in enumerate(caches) if cache.is_extra)
-    if num_pools == 1:
-        return (layers, *extra)
+    if num_pools == 1:  # in the order that pools for windows would have
+        ordered = sorted(layers, key=lambda i: caches[i].window or 0)
+        shapes = dict.fromkeys(caches[i].per_token for i in ordered) or {None: None}
+        return (*([i for i in layers if caches[i].per_token == x] for x in shapes), *extra)
     windows = None, *pool_windows(caches)
     return (*([i for i in layers if caches[i].window == window] for window in windows), *extra)
 
 
-def num_extra(caches: Sequence[Cache]) -> int:
-    """Number of pools that have the pages of the first."""
+def num_extra(caches: Sequence[Cache], num_pools: int) -> int:
+    """Number of pools, after ``num_pools``, that have the pages of the first."""
+    return len(pool_layers(caches, num_pools)) - num_pools
+
+
+def num_whole(caches: Sequence[Cache]) -> int:
+    """Number of the last pools, which are whole on each device of a mesh: those of routes."""
     return sum(cache.is_extra for cache in caches)
 
 
@@ -207,7 +215,7 @@ def pool_shapes(caches: Sequence[Cache], num_kv: Sequence[int]) -> tuple[Any, ..
             )
         return jax.ShapeDtypeStruct((len(layers), count, *token.shape), token.dtype)
 
-    counts = [*num_kv, *[num_kv[0]] * num_extra(caches)]
+    counts = [*num_kv, *[num_kv[0]] * num_extra(caches, len(num_kv))]
     return tuple(map(shape, pool_layers(caches, len(num_kv)), counts))
 
 

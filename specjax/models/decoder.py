@@ -17,7 +17,7 @@ from specjax.config import ModelConfig
 from specjax.kernels.add_norm import rms_norm
 from specjax.kernels.backend import resolve
 from specjax.models.columns import Columns
-from specjax.models.declare import Cache, Part, num_extra, pool_layers, request_layers
+from specjax.models.declare import Cache, Part, pool_layers, pool_windows, request_layers
 from specjax.models.layers import Attend, DecoderLayer, Embedding, Linear
 from specjax.models.registry import layer_kinds
 from specjax.models.rope import rope_tables
@@ -97,8 +97,10 @@ class CausalLM(nnx.Module):
             # layers, this saves a third of the tracing time and gives the same program
             run = jax.jit(run, static_argnums=(0, 1), inline=True)
         recurrent = [layers] if (layers := request_layers(self.caches)) else []
-        num_pools = len(pools) - len(recurrent) - num_extra(self.caches)
-        of_pools = [*pool_layers(self.caches, num_pools), *recurrent]
+        of_tokens = self.pool_layers(len(pools) - len(recurrent))
+        if attends is not attend:  # one state for all layers
+            of_tokens = [[i for layers in of_tokens for i in layers]]
+        of_pools = [*of_tokens, *recurrent]
         places = {i: (n, x.index(i)) for n, x in enumerate(of_pools) for i in x}
         outputs, experts = {}, list[Array]()
         for i, layer in enumerate(self.layers):
@@ -121,6 +123,11 @@ class CausalLM(nnx.Module):
     def caches(self) -> tuple[Cache, ...]:
         """The cache of each layer, then that of the routes, if they are kept."""
         return (*(layer.attention.cache for layer in self.layers), *route_caches(self.config))
+
+    def pool_layers(self, count: int) -> list[list[int]]:
+        """The layers of each of ``count`` pools of tokens; layers with windows may have some."""
+        split = pool_layers(self.caches, 1 + len(pool_windows(self.caches)))
+        return list(split if len(split) == count else pool_layers(self.caches, 1))
 
     def logits(self, hidden: Array) -> Array:
         """Float32 logits ``[..., V]`` of final hidden states ``[..., D]``."""

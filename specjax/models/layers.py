@@ -78,6 +78,7 @@ class LayerKind:
     sink_tokens: int = 0  # number of first tokens that a query sees in addition to its window
     softcap: float | None = None  # soft limit of attention scores
     sinks: bool = False  # one score per head that takes attention weight but has no value
+    has_scalar: bool = False  # a stored factor of the layer's output, with the residual stream
     implementation: str | None = None  # of kernels, see specjax/kernels/backend.py
     shards: int = 1  # devices that share heads and inner columns, see models/shards.py
     # the modules of a layer, each made with (config, kind, at)
@@ -332,7 +333,7 @@ class Attention(nnx.Module):
         tensors = (
             replace(queries, factor=of_rows),
             Part("k_proj", (kv_size,), _row_order(config, kind, kv_heads), 1 / of_rows),
-            Part("v_proj", (kv_size,), factor=1 / value),
+            self.values(kv_size, 1 / value),
         )
         options: dict[str, Any] = {"fused": "qkv_proj", "bias": kind.qkv_bias, "split": "out"}
         # gates are a projection of their own
@@ -355,6 +356,10 @@ class Attention(nnx.Module):
         """The projection whose rows are those of queries."""
         heads = config.num_heads
         return Part("q_proj", (heads * config.head_dim,), _row_order(config, kind, heads))
+
+    def values(self, size: int, factor: float) -> Part:
+        """The projection whose ``size`` rows are those of values, which are stored by a factor."""
+        return Part("v_proj", (size,), factor=factor)
 
     @property
     def cache(self) -> Cache:
@@ -469,6 +474,8 @@ class DecoderLayer(nnx.Module):
         self.post_attention_norm = norm("pre_feedforward" if post else "post_attention", pre)
         self.mlp = kind.feed_forward(config, kind, at)
         self.mlp_output_norm = norm("post_feedforward", post, kind.post_norm_eps)
+        scalar = partial(weight, f"{at}layer_scalar", (1,), kind.dtypes.activations, mean=1.0)
+        self.scalar = scalar() if kind.has_scalar else None
 
     def __call__(
         self,
@@ -491,7 +498,10 @@ class DecoderLayer(nnx.Module):
         mixed, kv = self.attention(normed, rope, kv, layer, attend, row, by_token)
         mixed = self._output(self.attention_output_norm, x, mixed)
         middle, normed = _add_norm(self.post_attention_norm, pick_row(x, row), mixed)
-        return x, middle, self._output(self.mlp_output_norm, x, self.mlp(normed, by_token)), kv
+        out = self._output(self.mlp_output_norm, x, self.mlp(normed, by_token))
+        if self.scalar is not None:
+            middle, out = (_times(y, self.scalar[...]) for y in (middle, out))
+        return x, middle, out, kv
 
     def store(self, x: Array, rope: RopeTables, kv: Any, layer: int, store: Store) -> Any:
         """Store the keys and values of ``x [B, T, D]``; return the updated kv."""

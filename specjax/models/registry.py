@@ -14,6 +14,7 @@ from specjax.models.ernie import ERNIE
 from specjax.models.exaone import EXAONE4
 from specjax.models.family import Family
 from specjax.models.gemma import GEMMA, GEMMA2, GEMMA3
+from specjax.models.gemma4 import GEMMA4, GEMMA4_UNIFIED
 from specjax.models.glm import GLM, GLM4
 from specjax.models.gpt_oss import GPT_OSS
 from specjax.models.granite_swa import GRANITE_SWA
@@ -48,6 +49,8 @@ FAMILIES: dict[str, Family] = {
     "gemma": GEMMA,
     "gemma2": GEMMA2,
     "gemma3_text": GEMMA3,
+    "gemma4_text": GEMMA4,
+    "gemma4_unified_text": GEMMA4_UNIFIED,
     "phi3": PHI3,
     "olmo2": OLMO2,
     "olmo3": OLMO3,
@@ -76,6 +79,8 @@ FAMILIES: dict[str, Family] = {
 # models that also read images, and the family of their text model, which alone is loaded
 WRAPPERS = {
     "gemma3": "gemma3_text",
+    "gemma4": "gemma4_text",
+    "gemma4_unified": "gemma4_unified_text",
     "mistral3": "mistral",
     "muse_glimmer": "muse_glimmer_text",
     "qwen3_5": "qwen3_5_text",
@@ -95,7 +100,7 @@ _REASONS = {
     "starcoder2",
     "images, or text alone from other files": "idefics3 internvl llava llava_next mllama pixtral "
     "qwen2_vl qwen2_5_vl qwen3_vl",
-    "per-layer embeddings": "gemma3n gemma3n_text gemma4 gemma4_text",
+    "per-layer embeddings": "gemma3n gemma3n_text",
 }
 
 

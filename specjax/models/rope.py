@@ -48,6 +48,9 @@ def _scaled(inverse: np.ndarray, theta: float, scaling: RopeScaling) -> np.ndarr
     original = scaling.original_max_position_embeddings
     if kind == "linear":
         return inverse / factor
+    if kind == "proportional":
+        rotated = int(scaling.partial_rotary_factor * 2 * len(inverse) // 2)
+        return np.where(np.arange(len(inverse)) < rotated, inverse / factor, 0.0)
     if kind == "llama3":
         smooth = (original * inverse / (2 * np.pi) - scaling.low_freq_factor) / (
             scaling.high_freq_factor - scaling.low_freq_factor
@@ -128,6 +131,8 @@ def read_rope(config: Fields, head_dim: int) -> dict[str, Any]:
         place = place if "partial_rotary_factor" in place else config
         demand = f"must be at most 1 and rotate at least 2 of the {head_dim} dimensions of a head"
         raise place.wrong("partial_rotary_factor", demand)
+    if place.get("rope_type", str, "default") == "proportional":
+        share = 1.0  # of all pairs
     return {
         "rope_theta": place.get("rope_theta", Theta, config.get("rope_theta", Theta, 10000.0)),
         "rope_scaling": _scaling(place, config, int(head_dim * share)),
@@ -184,6 +189,8 @@ def _scaling(place: Fields, config: Fields, size: int) -> RopeScaling | None:
         if scale and all_scale:
             attention = _yarn_factor(factor, scale) / _yarn_factor(factor, all_scale)
         values["attention_factor"] = read("attention_factor", attention)
+    if kind == "proportional":
+        values |= {name: read(name, 1.0) for name in ("factor", "partial_rotary_factor")}
     if kind == "longrope":
         original = config.get(_ORIGINAL, kinds[_ORIGINAL], read(_ORIGINAL, longest))
         factor = read("factor", max(1.0, longest / original))

@@ -10,7 +10,7 @@ import jax
 from specjax.compiling.pool import CompilerOptions
 from specjax.config import Quantization
 from specjax.kernels.dot import MAX_SPLIT_ROWS
-from specjax.models.declare import num_extra
+from specjax.models.declare import num_whole
 from specjax.models.flat import Networks, Weights
 from specjax.models.routes import ROUTES_PER_CALL, take_routes
 from specjax.models.shards import over_mesh
@@ -153,7 +153,7 @@ class RoundFunctions:
         ints = self._networks.placement.ints
         arguments = (self._common[2].future, ints(), ints(config.context))
         yield ("record_cached",), record, arguments, None
-        if num_extra(self._networks.target.caches):
+        if num_whole(self._networks.target.caches):
             inputs = self._common[2].pools.target[-1], ints(ROUTES_PER_CALL)
             yield ("take_routes",), jax.jit(partial(take_routes)), inputs, None
         yield from (job for rows, job in rounds if job is not deepest[rows])

@@ -15,7 +15,7 @@ from specjax.compiling.pool import CompilePool
 from specjax.kernels.delta_rule import DeltaPool
 from specjax.kv.pages import PageView
 from specjax.kv.recurrent import abstract_pool
-from specjax.models.declare import num_extra, pool_shapes
+from specjax.models.declare import num_extra, num_whole, pool_shapes
 from specjax.models.flat import Networks, Weights
 from specjax.models.routes import MAX_PIECES, ROUTES_PER_CALL, RoutesPiece
 from specjax.runtime.functions import Job, RoundFunctions
@@ -71,7 +71,7 @@ class Dispatched:
 def _pages_of(runner: "ModelRunner") -> PageView:
     config, tables = runner.config, runner.tables
     pages: Any = tuple(tables.page_tables.copy())
-    extra = num_extra(runner.networks.target.caches)
+    extra = num_extra(runner.networks.target.caches, len(config.num_kv))
     return PageView(pages, config.page_size, config.implementation, extra)
 
 
@@ -146,7 +146,7 @@ class ModelRunner:
         states = abstract_states(sizes.num_slots, nets.target_config.vocab_size)
         future = replace(future, logit_states=states)
         placed = nets.placement.abstract(DeviceState(pools, future))
-        cut = len(target) - num_extra(nets.target.caches)  # routes are whole on each device
+        cut = len(target) - num_whole(nets.target.caches)  # routes are whole on each device
         split: dict[str, Any] = {
             "target": nets.placement.abstract(target[:cut], HEADS) + placed.pools.target[cut:]
         }

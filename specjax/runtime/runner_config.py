@@ -14,7 +14,7 @@ from specjax.kernels.delta_scan import GROUP
 from specjax.kv.holding import KVWrites
 from specjax.kv.recurrent import abstract_pool
 from specjax.kv.window_pages import pages_wanted
-from specjax.models.declare import Cache, num_extra, pool_shapes, pool_windows
+from specjax.models.declare import Cache, num_whole, pool_shapes, pool_windows
 from specjax.models.flat import Networks
 from specjax.models.placement import Placement
 from specjax.sampling.accept_draws import COUPLED, Acceptance
@@ -207,7 +207,7 @@ def _pool_bytes(networks: Networks, num_kv: Sequence[int]) -> int:
     """Bytes of the target's KV pools on a device."""
     caches = networks.target.caches
     pools = pool_shapes(caches, num_kv)
-    cut = len(pools) - num_extra(caches)  # others are whole on each device
+    cut = len(pools) - num_whole(caches)  # others are whole on each device
     return tree_bytes(pools[:cut]) // networks.target.shards + tree_bytes(pools[cut:])
 
 

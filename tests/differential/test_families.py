@@ -33,6 +33,12 @@ ROWS: dict[str, list[Row]] = {
         ("DSPARK", "chain", "in turn", 1, "here", "adaptive", 1),
         ("EAGLE", "cut chain", "ahead", 1, "split", "adaptive", 3),
     ],
+    "gemma4_text": [
+        ("EAGLE3", "tree", "ahead", 4, "here", "fixed", 1),
+        ("NGRAM", "tree", "in turn", 16, "split", "fixed", 3),
+        ("EAGLE", "cut chain", "ahead", 1, "split", "adaptive", 3),
+        ("DFLASH", "chain", "ahead", 4, "split", "fixed", 3),
+    ],
     "lfm2": [
         ("EAGLE3", "tree", "ahead", 4, "here", "fixed", 1),
         ("NGRAM", "tree", "in turn", 16, "split", "fixed", 3),
@@ -57,6 +63,23 @@ def gemma2(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return named
 
 
+def gemma4(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The copying target with Gemma's norms, whose last layer has one wide KV head."""
+    rng = np.random.default_rng(3)
+    named = {name: x + 1 if "norm" in name else x for name, x in gemma2(tensors).items()}
+    size, heads = CONFIG.hidden_size, CONFIG.num_heads
+    for i, dim in enumerate((CONFIG.head_dim, 16)):
+        at = f"model.layers.{i}."
+        named |= {f"{at}self_attn.{x}_norm.weight": np.ones(dim, np.float32) for x in "qk"}
+        named[f"{at}layer_scalar"] = np.array([0.9], np.float32)
+    at = f"{at}self_attn."
+    del named[f"{at}v_proj.weight"]
+    shapes = {"q": (heads * 16, size), "k": (16, size), "o": (size, heads * 16)}
+    for x, shape in shapes.items():
+        named[f"{at}{x}_proj.weight"] = rng.normal(size=shape).astype(np.float32) / 6
+    return named
+
+
 def write_family(path: Path, target: Path, name: str) -> Path:
     """Write the copying target as a model with one layer with a window and one without."""
     if name == "lfm2":
@@ -65,6 +88,12 @@ def write_family(path: Path, target: Path, name: str) -> Path:
     config |= {"model_type": name, "architectures": [f"{name.title()}ForCausalLM"]}
     kinds = ["sliding_attention", "full_attention"]
     config |= {"sliding_window": WINDOW, "layer_types": kinds}
+    if name == "gemma4_text":
+        config["architectures"] = ["Gemma4ForCausalLM"]
+        config |= {"global_head_dim": 16, "num_global_key_value_heads": 1}
+        config |= {"attention_k_eq_v": True, "final_logit_softcapping": 5.0}
+        config |= {"tie_word_embeddings": False, "hidden_activation": "gelu_pytorch_tanh"}
+        tensors = gemma4(tensors)
     if name == "gemma2":
         tensors = gemma2(tensors)
         config |= {"attn_logit_softcapping": 0.7, "final_logit_softcapping": 5.0}

@@ -41,8 +41,11 @@ CASES = [
     # a head dim that is the sum of two powers of two
     Case(40, (20, 17), (5, 30), 4, 2, 96, 16),
 ]
+WIDEST = Case(10, (6, 3), (5, 30), 4, 2, 512, 16)
 GPU_CASES = [
     *CASES,
+    WIDEST,
+    Case(400, (130, 29, 128, 27), (0, 128, 63, 300), 32, 4, 512, 64),
     Case(1024, (1, 300, 0, 140, 33), (900, 0, 3, 211, 64), 8, 2, 128, 16),
     Case(1024, (600,), (48,), 6, 2, 64, 16),
     Case(400, (130, 29, 128, 27), (0, 128, 63, 300), 2, 1, 256, 64),
@@ -150,6 +153,7 @@ def compare(call, case, dtype, arguments, stored=None, **options):
         (CASES[4], "float32"),
         (CASES[5], "float32"),
         (CASES[6], "float32"),
+        (WIDEST, "float32"),
     ],
     ids=str,
 )
@@ -293,4 +297,5 @@ def test_choice_of_tiles():
     choose = partial(PrefillTiles.choose, group=4)
     assert choose(tokens=8192, head_dim=128, dtype=jnp.bfloat16) == PrefillTiles(128, 64, 4, 3)
     assert choose(tokens=256, head_dim=64, dtype=jnp.bfloat16) == PrefillTiles(64, 128, 4, 3)
+    assert choose(tokens=8192, head_dim=512, dtype=jnp.bfloat16) == PrefillTiles(64, 32, 8, 2)
     assert choose(tokens=8192, head_dim=128, dtype=jnp.float32) == PrefillTiles(64, 32, 4, 2)

@@ -11,8 +11,11 @@ from specjax.kernels import tree_attention as module
 from specjax.kernels.backend import WORD
 from specjax.kernels.kv_format import from_pool, to_pool
 from specjax.kernels.paged import PagedInputs
+from specjax.kernels.prefill_attention import PrefillTiles, prefill_attention
+from specjax.kernels.rope_store import rope_store
 from specjax.kernels.tree_attention import AttentionTiles, tree_attention
 
+from ..support.lowering import TRITON_CALL, lower_for_cuda
 from .attention import BOUNDS, Forms, brute_force, make_case, relative_error
 
 # batch, tokens, query heads, KV heads, head dim, page size, pages per request
@@ -24,6 +27,8 @@ CASES = [
     (1, 64, 8, 2, 16, 16, 6),
     # a head dim that is the sum of two powers of two
     (2, 8, 4, 2, 96, 16, 20),
+    # the widest head
+    (2, 3, 4, 2, 512, 16, 3),
 ]
 GPU_CASES = [
     *CASES,
@@ -34,6 +39,7 @@ GPU_CASES = [
     (8, 8, 32, 32, 96, 16, 70),
     (4, 8, 16, 8, 256, 16, 70),
     (4, 4, 24, 8, 80, 16, 70),
+    (8, 8, 32, 4, 512, 16, 70),
 ]
 FORMS = Forms(tree_attention)
 
@@ -64,6 +70,7 @@ def check(function, case, dtype, tree, level=None, window=None, in_words=False, 
         (CASES[3], "bfloat16", False),
         (CASES[4], "float32", True),
         (CASES[5], "float32", True),
+        (CASES[6], "float32", True),
     ],
     ids=str,
 )
@@ -275,3 +282,36 @@ def test_unsupported_inputs_are_refused():
         tree_attention(q, replace(inputs, sink_tokens=4), lens, None)
     with pytest.raises(ValueError, match="must be a multiple of"):
         tree_attention(q[:, :, :3], inputs, lens, None, implementation="xla")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("batch", [1, 32])
+def test_tiles_of_the_widest_heads_fit_shared_memory(batch, dtype):
+    """Queries, and keys and values of all stages, in 232,448 bytes; kernels lower for a GPU."""
+    sizes = {"batch": batch, "kv_heads": 4, "rows": 64, "context": 4096}
+    tiles = AttentionTiles.choose(**sizes, dtype=jnp.dtype(dtype), head_dim=512)
+    prompt = PrefillTiles.choose(tokens=4096, group=8, head_dim=512, dtype=jnp.dtype(dtype))
+    for each in (tiles, prompt):
+        rows = each.block_rows + 2 * each.num_stages * each.block_keys
+        assert 512 * rows * jnp.dtype(dtype).itemsize < 232448 - 2**14
+    shape = jax.ShapeDtypeStruct
+    ints = partial(shape, dtype=jnp.int32)
+    pool, table = shape((2, 4096, 2, 4, 512), dtype), ints((batch, 64))
+    q, lens, how = shape((batch, 8, 32, 512), dtype), ints((batch,)), {"implementation": "pallas"}
+    inputs = PagedInputs(pool, ints(()), table, page_size=16)
+    small = shape((batch, 8, 4, 512), dtype), shape((batch, 8, 1, 256), jnp.float32)
+    scales = (shape((512,), dtype), shape((512,), dtype))
+    for function, *arguments in (
+        (partial(tree_attention, tree_mask=None, **how), q, inputs, lens),
+        (
+            partial(prefill_attention, **how),
+            *(shape((64, 32, 512), dtype), inputs, lens, lens),
+        ),
+        (
+            lambda q, k, angles, pool, slots, *norms: rope_store(
+                q, k, k, angles, angles, pool, 1, slots, norms=(*norms, 1e-6), **how
+            ),
+            *(q, *small, pool, ints((batch, 8)), *scales),
+        ),
+    ):
+        assert TRITON_CALL in lower_for_cuda(function, *arguments)

@@ -150,5 +150,10 @@ def test_layers_with_equal_caches_share_a_pool() -> None:
     first, second = pool_shapes(caches[::2], (40, 20))
     assert (first, second.shape) == (None, (2, 20, *token))
     wide = caches[1]._replace(per_token=jax.ShapeDtypeStruct((2, 1, 5), jnp.float32))
+    # other shapes have a pool with the same pages, in the order of pools for windows
+    assert pool_layers((caches[0], wide), 1) == pool_layers((caches[0], wide), 2) == ([1], [0])
+    shapes = [shape.shape for shape in pool_shapes((caches[1], wide), (40,))]
+    assert shapes == [(1, 40, *token), (1, 40, 2, 1, 5)]
+    wide = wide._replace(window=8)
     with pytest.raises(ValueError, match=r"layers \[0, 1\] .*\(2, 1, 5\)"):
-        pool_shapes((caches[1], wide), (40,))
+        pool_shapes((caches[0], wide), (40, 20))

@@ -25,7 +25,7 @@ KEPT = with_routes(replace(MIXTURE, dense_layers=(1,)), ON)
 
 def test_routes_have_a_pool_with_the_pages_of_the_first() -> None:
     caches = CausalLM(replace(KEPT, windows=(8, 0, 8))).caches
-    assert (len(caches), num_extra(caches), pool_windows(caches)) == (4, 1, (8,))
+    assert (len(caches), num_extra(caches, 1), pool_windows(caches)) == (4, 1, (8,))
     assert pool_layers(caches, 1) == ([0, 1, 2], [3])
     assert pool_layers(caches, 2) == ([1], [0, 2], [3])
     for counts in ((40,), (40, 12)):

@@ -45,15 +45,16 @@ def build_draft(checkpoint: Any) -> Any:
 
 
 def empty_cache(
-    config: TransformerConfig, batch: int, slots: int, places: int | None = None
+    config: TransformerConfig, batch: int, slots: int, tokens: Sequence[Any] = ()
 ) -> Cache:
     """Cache with one slot per position. Unwritten slots are NaN, so that reading one shows.
 
-    ``places`` is the number of layers of its pool, by default of the model.
+    ``tokens`` are the shapes of a token in each layer, by default as the configuration says.
     """
-    shape = (batch, slots, config.num_kv_heads, config.head_dim)
-    empty = (jnp.full(shape, jnp.nan, config.dtypes.kv),) * 2
-    return dict.fromkeys(range(places or config.num_layers), empty)
+    shape, dtype = (2, config.num_kv_heads, config.head_dim), config.dtypes.kv
+    shapes = [x.shape for x in tokens] or [shape] * config.num_layers
+    empty = [(jnp.full((batch, slots, *x[1:]), jnp.nan, dtype),) * 2 for x in shapes]
+    return dict(enumerate(empty))
 
 
 def dense_store(positions: np.ndarray) -> Store:
@@ -125,8 +126,9 @@ def run_target(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Logits and features of sequences ``[B, T]``, in chunks of these sizes, or in one pass."""
     batch, length = tokens.shape
-    places = len(pool_layers(model.caches, 1)[0])
-    cache: Any = empty_cache(model.config, batch, length, places)
+    places = [i for layers in pool_layers(model.caches, 1) for i in layers]
+    stored = [model.caches[i].per_token for i in places]
+    cache: Any = empty_cache(model.config, batch, length, stored)
     shapes, num_taps = request_shapes(model.caches, batch + 1), 0
     if shapes:
         pool = DeltaPool(*(jnp.full(x.shape, 7.0, x.dtype) for x in shapes))

@@ -94,6 +94,27 @@ QWEN35 = {
     "linear_value_head_dim": 8,
     **rope(1e7, partial_rotary_factor=0.5, mrope_section=[2, 1, 1], mrope_interleaved=True),
 }
+# layers of two kinds of heads, of which the wide ones have keys that are values
+GEMMA4 = {
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": 12,
+    "hidden_size_per_layer_input": 0,
+    "final_logit_softcapping": 5.0,
+    "vocab_size_per_layer_input": 131,
+}
+GEMMA4_ROPES = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    "full_attention": {
+        "rope_type": "proportional",
+        "partial_rotary_factor": 0.5,
+        "rope_theta": 1e6,
+    },
+}
 # mixtures of experts, each with other rules of their choice
 MIXTURES = {
     "qwen3_moe": (
@@ -262,6 +283,12 @@ FAMILIES = {
         "Gemma3TextConfig",
         {**GEMMA, "sliding_window": 12, "layer_types": MIXED, "rope_parameters": LOCAL},
     ),
+    "gemma4": ("Gemma4TextConfig", GEMMA4),
+    "gemma4_values": (
+        "Gemma4TextConfig",
+        {**GEMMA4, "attention_k_eq_v": False, "rope_parameters": GEMMA4_ROPES},
+    ),
+    "gemma4_unified": ("Gemma4UnifiedTextConfig", {**GEMMA4, "sliding_window": 9}),
     "phi3": ("Phi3Config", {"sliding_window": None, **rope(1e4)}),
     "phi3_window": ("Phi3Config", {"sliding_window": 12, **rope(1e4)}),
     "phi3_longrope": (
@@ -403,6 +430,8 @@ def make_model(
         for name, bias in model.named_buffers():
             if name.endswith("expert_bias"):
                 bias.copy_(0.3 * torch.randn(bias.shape, generator=generator))
+            if name.endswith("layer_scalar"):
+                bias.copy_(0.7 + 0.3 * torch.rand(bias.shape, generator=generator))
     return model.eval()
 
 
