@@ -9,6 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from specjax.checkpoints.assistant import MODEL_TYPES, open_assistant
 from specjax.checkpoints.block import open_block
 from specjax.checkpoints.checkpoint import Checkpoint
 from specjax.checkpoints.draft import module_prefixes, open_draft, open_draft_model, open_mtp
@@ -22,10 +23,12 @@ from specjax.models.declare import SCALE
 from specjax.models.experts import MixtureConfig
 from specjax.models.gated_delta import DeltaConfig, GatedDelta
 from specjax.models.gemma4 import Gemma4Config
+from specjax.models.gemma4_assistant import AssistantConfig
 from specjax.models.registry import family_of, layer_kinds
 from specjax.models.short_conv import ConvConfig
 from specjax.speculative.block import DFLASH, DSPARK
 from specjax.speculative.eagle import EAGLE, EAGLE3
+from specjax.speculative.frozen_kv_mtp import FROZEN_KV_MTP
 from specjax.speculative.multi_layer_eagle import MULTI_LAYER_EAGLE
 from specjax.speculative.standalone import STANDALONE
 from specjax.text.tokenizer import Tokenizer
@@ -111,6 +114,9 @@ def _facts(
     if convs:
         size = f"of {config.conv_L_cache} tokens"
         yield "convolutions", f"{size} in {convs} of {config.num_layers} layers"
+    if isinstance(config, AssistantConfig):
+        yield "KV memory", "none; it reads that of the target"
+        return
     num_attentive = config.num_layers - recurrent - convs
     values = 2 * num_attentive * config.num_kv_heads * config.head_dim
     if isinstance(config, Gemma4Config):
@@ -128,6 +134,10 @@ def _open(path: Path, target: TargetCheckpoint | None) -> Opened:
     if path.suffix == ".gguf":
         return _language_model(path, target)
     fields, source = Fields.read(path / "config.json"), open_weights(path)
+    if fields.get("model_type", str, "") in MODEL_TYPES:
+        if target is None:
+            raise ValueError(f"{path} is an assistant, which needs its target; pass --model")
+        return open_assistant(path, target), FROZEN_KV_MTP.name, "Gemma 4 assistant"
     names = {name.removeprefix("model.").removesuffix(PACKED) for name in source.infos}
     if modules := module_prefixes(source, fields):
         pair = target or open_target(path, knob="draft")

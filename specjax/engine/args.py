@@ -71,13 +71,16 @@ class EngineArgs:
             ``"STANDALONE"``: a model with the same vocabulary, in any form that ``model`` accepts.
             For ``"NEXTN"`` and ``"MULTI_LAYER_EAGLE"``: a checkpoint with the prediction modules;
             default: the model. For ``"DFLASH"`` and ``"DSPARK"``: a block drafter, by default the
-            folder ``dspark`` of ``model`` or the drafter embedded for it.
+            folder ``dspark`` of ``model`` or the drafter embedded for it. For
+            ``"FROZEN_KV_MTP"``: an assistant of the model.
         speculative_algorithm: ``"EAGLE3"``, ``"EAGLE"``, ``"NEXTN"``, ``"NGRAM"``,
-            ``"STANDALONE"``, ``"MULTI_LAYER_EAGLE"``, ``"DFLASH"``, ``"DSPARK"``, the name of an
-            algorithm from an installed package, or ``None`` or ``"NONE"`` for plain decoding.
+            ``"STANDALONE"``, ``"MULTI_LAYER_EAGLE"``, ``"DFLASH"``, ``"DSPARK"``,
+            ``"FROZEN_KV_MTP"``, the name of an algorithm from an installed package, or ``None`` or
+            ``"NONE"`` for plain decoding.
         speculative_num_steps: levels drafted per round, one token each in a chain. Default: 5; 11
-            for ``"NGRAM"``; 1 for ``"MULTI_LAYER_EAGLE"``, which has one module per step. For
-            ``"DFLASH"`` and ``"DSPARK"``: number of the block's drafts to verify; default: all.
+            for ``"NGRAM"``; 4 for ``"FROZEN_KV_MTP"``; 1 for ``"MULTI_LAYER_EAGLE"``, which has one
+            module per step. For ``"DFLASH"`` and ``"DSPARK"``: number of the block's drafts to
+            verify; default: all.
         speculative_eagle_topk: branches per level of the drafted tree; 1 drafts a chain.
         speculative_num_draft_tokens: tokens verified per round, including the root (at most 64, or
             16 with recurrent layers). Default: for a chain, ``speculative_num_steps + 1``, which is

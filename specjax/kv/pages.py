@@ -81,6 +81,26 @@ class PageView:
         indices = self.kv_indices(slots)
         return PagedAttend(indices, attention, self.implementation, self.page_size, before)
 
+    def read(
+        self,
+        kv: Array,
+        layer: int,
+        q: Array,
+        seq_lens: Array,
+        positions: Array,
+        **options: Any,
+    ) -> Array:
+        """Attend with rotated queries ``[B, T, N, H]`` to the tokens before ``seq_lens``.
+
+        With the option ``window``, rows see those of them that rows at ``positions`` i32 ``[B, T]``
+        would see.
+        """
+        # the last token is the only one that a mask selects
+        last, mask = jnp.maximum(seq_lens - 1, 0), jnp.ones((*q.shape[:2], 1), bool)
+        form = {"tree_mask": mask, "positions": positions}
+        attention = self._over_pages(tree_attention, seq_lens=last, **form)
+        return attention(q, kv, layer, **options)
+
     def commit(self, pools: Pools, seq_lens: Array, path: Array, *, is_chain: bool) -> Pools:
         """Keep, of the rows after ``seq_lens``, those of an accepted path, as for :meth:`move`."""
         if is_chain:  # its KV is in place

@@ -53,6 +53,7 @@ class Batch:
     bonus_tokens: Array  # i32 [B], the last token of each request, not in the pool yet
     tokens: Array  # i32 [R, C], the history by request slot
     draw: SamplingConfig  # how the target draws its tokens
+    target_kv: tuple[Any, ...] = ()  # the target's KV pools, only to read: see ``read_target``
 
     @property
     def history(self) -> Array:
@@ -62,6 +63,18 @@ class Batch:
         or the algorithm sets ``needs_history``.
         """
         return self.tokens[self.slots]
+
+    def read_target(self, layer: int, q: Array, positions: Array) -> Array:
+        """Attend with rotated queries ``[B, T, N, H]`` to the KV of one of the target's layers.
+
+        Rows see the tokens before ``seq_lens``; in a layer with a window, those of them that a row
+        at ``positions`` i32 ``[B, T]``, from ``seq_lens`` on, would see.
+        """
+        kind, places = self.target.layers[layer].kind, self.target.pool_layers(len(self.target_kv))
+        pool = next(i for i, layers in enumerate(places) if layer in layers)
+        where = self.target_kv[pool], places[pool].index(layer), q, self.seq_lens, positions
+        options: Any = {"window": kind.window, "softcap": kind.softcap}
+        return self.pages.pools[pool].read(*where, **options)
 
     def inputs_of_rows(self, is_real: Array) -> TokenInputs:
         """The inputs of T tokens of each request; where ``is_real [B, T]`` is false: padding."""
@@ -135,6 +148,9 @@ class CommonAlgorithm:
     def is_dspark(self) -> bool:
         return self.name == "DSPARK"
 
+    def is_frozen_kv_mtp(self) -> bool:
+        return self.name == "FROZEN_KV_MTP"
+
     def supports_target_verify_for_draft(self) -> bool:
         """Whether drafting runs the draft network once over all T rows, like a verify pass."""
         return self.is_dflash() or self.is_dspark()
@@ -195,6 +211,7 @@ class SpeculativeAlgorithm(CommonAlgorithm, ABC):
     MULTI_LAYER_EAGLE = _BuiltIn()
     DFLASH = _BuiltIn()
     DSPARK = _BuiltIn()
+    FROZEN_KV_MTP = _BuiltIn()
 
     # whether Batch.history must be complete even after a prefix-cache hit
     needs_history: ClassVar[bool] = False

@@ -20,6 +20,7 @@ FACTORIES = {
     "MULTI_LAYER_EAGLE": "specjax.speculative.multi_layer_eagle:MULTI_LAYER_EAGLE",
     "DFLASH": "specjax.speculative.block:DFLASH",
     "DSPARK": "specjax.speculative.block:DSPARK",
+    "FROZEN_KV_MTP": "specjax.speculative.frozen_kv_mtp:FROZEN_KV_MTP",
 }
 # names that other packages must not use
 RESERVED = (*FACTORIES, *ALIASES)

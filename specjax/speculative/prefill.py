@@ -160,7 +160,7 @@ def prefill_chunks(
         segments=segments,
         num_cached=num_cached,
     )
-    resolved = resolve(future, slots)
+    resolved, batch = resolve(future, slots), replace(batch, target_kv=kv)
     draft, rows = config.algorithm.prefill(batch, pools.draft, resolved, chunks, features)
     future = stash(future, slots, rows, resolved)
     logprobs = jax.tree.map(lambda leaf: leaf[:, 0], logprobs)

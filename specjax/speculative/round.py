@@ -109,6 +109,7 @@ def draft(
 ) -> tuple[DeviceState, VerifyInput]:
     """Draft a tree for each request."""
     pools, rows = state.pools, resolve(state.future, batch.slots)
+    batch = replace(batch, target_kv=pools.target)
     tree, drafted = config.algorithm.propose(batch, pools.draft, rows, config.shape)
     # a request that does not use speculation proposes no drafts
     num_proposed = jnp.where(batch.sampling.speculates > 0, tree.num_proposed, 0)
@@ -244,6 +245,7 @@ def extend(
 ) -> tuple[DeviceState, RoundOutput]:
     """Let the algorithm process the accepted tokens, and pack the outputs for the host."""
     pools, resolved = state.pools, resolve(state.future, batch.slots)
+    batch = replace(batch, target_kv=pools.target)
     drafted, rows = config.algorithm.extend(batch, pools.draft, resolved, verified, config.shape)
     future = stash(state.future, batch.slots, rows, resolved)
     state, outputs = DeviceState(replace(pools, draft=drafted), future), verified.outputs

@@ -235,3 +235,22 @@ def test_a_layer_with_a_window_sees_only_its_last_keys(window: int | None, sees:
     pool = jax.random.normal(jax.random.key(2), (2, 24, 2, TARGET.num_kv_heads, TARGET.head_dim))
     out = [attention(x, rope, p, 1, attend)[0] for p in (pool, pool.at[1, 3 * 4 + 1].add(1.0))]
     assert bool((out[0] != out[1]).any()) == sees
+
+
+@pytest.mark.parametrize("window", [None, 3, 6])
+def test_queries_alone_see_the_tokens_before_them(window: int | None) -> None:
+    """Two rows per request, after its last token; a request without tokens is padding."""
+    rng, lens, rows = np.random.default_rng(0), np.array([7, 1, 0], np.int32), 2
+    view, dim = view_of([3, 1], [2, 0], [0, 0]), 8
+    kv = rng.normal(size=(2, 16, 2, 1, dim)).astype(np.float32)
+    q = rng.normal(size=(3, rows, 2, dim)).astype(np.float32)
+    places = jnp.broadcast_to(jnp.array(lens)[:, None], (3, rows))
+    out = view.read(jnp.array(kv), 1, jnp.array(q), jnp.array(lens), places, window=window)
+    for b, n in enumerate(lens[:2]):
+        seen = np.arange(0 if window is None else max(0, n - window + 1), n)
+        index = np.asarray(view.kv_indices(jnp.array(np.tile(seen, (3, 1)), jnp.int32)))[b]
+        k, v = kv[1, index, 0, 0], kv[1, index, 1, 0]
+        weights = np.exp(q[b] @ k.T / dim**0.5)
+        expected = weights / weights.sum(axis=-1, keepdims=True) @ v
+        np.testing.assert_allclose(out[b], expected, atol=1e-5)
+    assert np.isfinite(out).all()
