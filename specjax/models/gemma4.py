@@ -53,9 +53,9 @@ class Gemma4Attention(Attention):
     values_of = "v_proj"
 
     def __init__(self, config: ModelConfig, kind: LayerKind, at: str) -> None:
-        super().__init__(config, kind, at)
-        # the norm removes a factor of values, so the one of stored values follows it
-        self.value_scale, self.eps = 2.0 ** -kind.exponents[1], config.rms_norm_eps
+        # the norm removes any factor of values, so they are stored without one
+        super().__init__(config, replace(kind, exponents=(kind.exponents[0], 0)), at)
+        self.eps = config.rms_norm_eps
 
     def values(self, size: int, factor: float) -> Part:
         return Part(self.values_of, (size,))
@@ -76,8 +76,7 @@ class Gemma4Attention(Attention):
             kv: Any, layer: int, q: Array, k: Array, v: Array, rope: RopeTables, **options: Any
         ) -> tuple[Any, Array]:
             q, k, v = (whole(y, x.ndim + 1, x.dtype) for y in (q, k, v))
-            scale = jnp.full(v.shape[-1], self.value_scale, x.dtype)
-            v = rms_norm(v, scale, self.eps, self.kind.implementation)
+            v = rms_norm(v, jnp.ones(v.shape[-1], x.dtype), self.eps, self.kind.implementation)
             return attend(kv, layer, q, k, v, rope, **options)
 
         return super().__call__(x, rope, kv, layer, normed, row, by_token)
