@@ -27,7 +27,7 @@ from specjax.types import DraftShape, VerifyOutput
 class FrozenKVMTP(NetworkAlgorithm):
     """Drafts chains and trees; rows are the target's states ``[B, D]``, of zeros if there is none.
 
-    There is no state.
+    The state is empty.
     """
 
     network: ClassVar[Any] = Gemma4Assistant
