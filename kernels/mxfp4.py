@@ -117,8 +117,8 @@ class PackedMatrix(NamedTuple):
             ("the scales of ", self.scales, (num_experts, blocks, outputs)),
         ):
             if array is None or array.shape != expected:
-                found = None if array is None else array.shape
-                raise ValueError(f"{what}{name} {shape} in MXFP4 must be {expected}, not {found}")
+                actual = None if array is None else array.shape
+                raise ValueError(f"{what}{name} {shape} in MXFP4 must be {expected}, not {actual}")
 
     def product(self, x: Array) -> Array:
         """Products f32 ``[R, outputs]`` of rows with the matrix of one expert, by XLA."""
@@ -200,8 +200,8 @@ def pack_ggml(blocks: np.ndarray) -> np.ndarray:
 def pack_scales(scales: np.ndarray) -> np.ndarray:
     """Pack scales u8 ``[E, outputs, K / 32]``; raises ValueError for a too large one, or NaN."""
     if scales.dtype != np.uint8 or (scales > LARGEST).any():
-        found = f"{scales.dtype} up to {scales.max(initial=0)}"
-        raise ValueError(f"scales are {found}; they must be uint8 up to {LARGEST}")
+        stated = f"{scales.dtype} up to {scales.max(initial=0)}"
+        raise ValueError(f"scales are {stated}; they must be uint8 up to {LARGEST}")
     groups = scales.shape[-1]
     octets = np.pad(scales + np.uint8(BIAS), ((0, 0), (0, 0), (0, -groups % 4)))
     return np.ascontiguousarray(octets.view("<u4").swapaxes(1, 2))

@@ -277,8 +277,8 @@ class SpeculativeAlgorithm(CommonAlgorithm, ABC):
 
     def reads(self, option: str) -> bool:
         """Whether this algorithm uses a drafting option; users cannot set an option it ignores."""
-        others = "speculative_ngram_", "speculative_token_map", "speculative_draft_"
-        return not option.startswith(others)
+        ignored = "speculative_ngram_", "speculative_token_map", "speculative_draft_"
+        return not option.startswith(ignored)
 
     def checked_steps(self, args: Any, steps: int) -> int:
         """Return ``steps`` if a round can draft this many levels; else raise ValueError."""

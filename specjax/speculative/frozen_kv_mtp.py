@@ -44,7 +44,9 @@ class FrozenKVMTP(NetworkAlgorithm):
             )
 
     def reads(self, option: str) -> bool:
-        return option != "draft_rope_theta" and super().reads(option)
+        # its layers have the windows of the target's
+        ignored = "draft_rope_theta", "speculative_draft_"
+        return not option.startswith(ignored) and super().reads(option)
 
     def open_draft(
         self, args: Any, target: TargetCheckpoint, draft: Any

@@ -11,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from specjax import Engine  # noqa: E402
+from specjax import DisaggregatedEngine, Engine  # noqa: E402
 from specjax.checkpoints import open_target  # noqa: E402
 from specjax.checkpoints.assistant import open_assistant  # noqa: E402
 from specjax.cli.main import main  # noqa: E402
@@ -105,8 +105,29 @@ def test_passes_equal_transformers(pair: Any) -> None:
         token = theirs.logits.argmax(dim=-1)
 
 
-@pytest.mark.parametrize(("topk", "page_size", "context"), [(1, 4, 128), (3, 1, 128), (1, 4, 12)])
-def test_texts_equal_plain_decoding(pair: Any, topk: int, page_size: int, context: int) -> None:
+ADAPTIVE: dict[str, Any] = {
+    "speculative_adaptive": True,
+    "speculative_adaptive_config": {
+        **{"policy": "ema", "ema_alpha": 1.0, "warmup_batches": 0, "update_interval": 1},
+        "candidate_steps": [0, 3],
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("topk", "page_size", "context", "more"),
+    [
+        (1, 4, 128, {}),
+        (3, 1, 128, {}),
+        (1, 4, 12, {}),
+        (1, 4, 128, ADAPTIVE),
+        (1, 4, 128, {"prefill": {"page_size": 8}}),
+    ],
+    ids=["chain", "tree", "short context", "adaptive", "split"],
+)
+def test_texts_equal_plain_decoding(
+    pair: Any, topk: int, page_size: int, context: int, more: dict[str, Any]
+) -> None:
     _, _, path, draft = pair
     rng = np.random.default_rng(1)
     prompts = [rng.integers(3, 131, n).tolist() for n in ((1, 5) if context == 12 else (1, 30, 70))]
@@ -125,10 +146,11 @@ def test_texts_equal_plain_decoding(pair: Any, topk: int, page_size: int, contex
         "compile_on_use": True,
     }
     how = {"speculative_algorithm": "FROZEN_KV_MTP", "draft": str(draft)}
-    how |= {"speculative_num_steps": 3, "speculative_eagle_topk": topk}
+    how |= {"speculative_num_steps": 3, "speculative_eagle_topk": topk, **more}
     results = []
     for options in ({"speculative_algorithm": None}, how):
-        with Engine(str(path), **shared, **options) as engine:
+        kind = DisaggregatedEngine if "prefill" in options else Engine
+        with kind(str(path), **shared, **options) as engine:
             outputs = engine.generate(input_ids=prompts, sampling_params=params)
             again = engine.generate(input_ids=prompts, sampling_params=params)
         results += [[x["output_ids"] for x in each] for each in (outputs, again)]

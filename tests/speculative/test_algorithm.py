@@ -268,6 +268,10 @@ STANDALONE = {"speculative_algorithm": "standalone", "draft": "some"}
             NGRAM | {"speculative_draft_window_size": 8},
             r"\['speculative_draft_window_size'\] have no effect .*='ngram'",
         ),
+        (
+            {"speculative_algorithm": "FROZEN_KV_MTP", "speculative_draft_window_size": 8},
+            r"\['speculative_draft_window_size'\] have no effect .*='FROZEN_KV_MTP'",
+        ),
         (NGRAM | {"speculative_eagle_topk": 2}, r"\['speculative_eagle_topk'\] have no"),
         (NGRAM | {"speculative_use_rejection_sampling": True}, "speculative_algorithm=NGRAM has"),
         (
