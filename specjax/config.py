@@ -252,7 +252,8 @@ class TransformerConfig:
         never depends on the length of its own text.
         """
         rope, limit = self.rope.within(length), self.draft_window
-        limit = None if limit is None or limit.size >= length else limit
+        if limit is not None and limit.size + limit.sink_tokens >= length:
+            limit = None  # no row has other keys
         return replace(self, rope_theta=rope.theta, rope_scaling=rope.scaling, draft_window=limit)
 
 

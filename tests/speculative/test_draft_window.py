@@ -54,8 +54,10 @@ def test_the_smaller_window_holds() -> None:
 def test_a_window_that_holds_every_text_is_dropped() -> None:
     for config in (EAGLE3, TARGET):
         limited = replace(config, draft_window=WINDOW)
-        assert limited.within(5).draft_window == WINDOW
-        assert limited.within(4).draft_window is None
+        assert limited.within(7).draft_window == WINDOW
+        assert limited.within(6).draft_window is None
+        # first tokens that no 32-bit position could name
+        assert replace(config, draft_window=DraftWindow(4, 2**31)).within(7).draft_window is None
 
 
 def test_plans_have_the_window(files: Files) -> None:
