@@ -9,7 +9,7 @@ from specjax.checkpoints.huggingface import check_pair, layer_sizes
 from specjax.checkpoints.packed_files import open_weights
 from specjax.checkpoints.target import TargetCheckpoint, locate
 from specjax.config import Count
-from specjax.json_file import Fields, Flag, PositiveSize, Size
+from specjax.json_file import Fields, Flag, PositiveSize
 from specjax.models.gemma4 import GEMMA4, Gemma4Config
 from specjax.models.gemma4_assistant import AssistantConfig, Gemma4Assistant, read_layers
 
@@ -52,13 +52,16 @@ def open_assistant(draft: str | os.PathLike[str], target: TargetCheckpoint) -> A
     if not isinstance(target.config, Gemma4Config):
         demand = f"needs a target of Gemma 4, not one of {target.config.model_type}"
         raise top.wrong("model_type", demand)
+    if len(target.config.full_layers) == target.config.num_layers:
+        demand = f"needs a layer with a window, which model={target.name!r} does not have"
+        raise ValueError(f"draft={os.fspath(draft)!r} {demand}")
     if any(any(pair) for pair in target.config.kv_exponents):
         raise ValueError(f"draft={os.fspath(draft)!r} needs a target without scales of stored KV")
     body = top.fields("text_config")
     # no layer has KV, so that of all is shared
     values = {**GEMMA4.defaults, **body.values, "num_kv_shared_layers": 0}
     config = Fields({key: x for key, x in values.items() if x is not None}, body.where)
-    wide = top.get("backbone_hidden_size", Size)
+    wide = top.get("backbone_hidden_size", PositiveSize)
     sizes = layer_sizes(config) | GEMMA4.read(config)
     sizes |= {
         "model_type": "gemma4_text",

@@ -173,6 +173,7 @@ def test_inspect_names_the_algorithm(pair: Any, capsys: Any) -> None:
     [
         ({"use_ordered_embeddings": True}, "only assistants of 12B and 31B"),
         ({"backbone_hidden_size": 64}, "target_hidden_size=64"),
+        ({"backbone_hidden_size": 0}, "backbone_hidden_size=0 must be"),
         ({"model_type": "llama"}, "must be gemma4_assistant or"),
         ({"text_config": {"sliding_window": 5}}, "sliding_window=5, but the target's"),
     ],
@@ -186,6 +187,14 @@ def test_assistants_of_other_targets_are_refused(
     (tmp_path / "config.json").write_text(json.dumps(config | change | {"text_config": inner}))
     with pytest.raises(ValueError, match=reason):
         open_assistant(tmp_path, open_target(str(path), dtype="float32"))
+
+
+def test_a_target_without_windows_is_refused(pair: Any, tmp_path: Path) -> None:
+    config = json.loads((pair[2] / "config.json").read_text())
+    kinds = {"layer_types": ["full_attention"] * config["num_hidden_layers"]}
+    (tmp_path / "config.json").write_text(json.dumps(config | kinds))
+    with pytest.raises(ValueError, match="needs a layer with a window"):
+        open_assistant(pair[3], open_target(str(tmp_path), dtype="float32"))
 
 
 @pytest.mark.parametrize(
