@@ -87,9 +87,14 @@ MANY_MAPPINGS = 30_000
 FULL = 2 * 2**30
 
 
+def selects(config: pytest.Config, mark: str) -> bool:
+    """Whether the tests that run have this mark."""
+    return bool(re.search(rf"(?<!not )\b{mark}\b", config.option.markexpr))
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Configure XLA and JAX's cache for this process and for processes that tests start."""
-    if not re.search(r"(?<!not )\bgpu\b", config.option.markexpr):
+    if not selects(config, "gpu"):
         os.environ.setdefault("XLA_FLAGS", f"{QUICK} {FOUR_DEVICES}")
         os.environ.setdefault("PJRT_NPROC", str(4 * THREADS))
     for name, value in CACHE.items():
@@ -108,13 +113,17 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Assign whole modules to processes, and folders with shared compiled functions to one."""
-    from xdist.scheduler import LoadScopeScheduling
+    from xdist.scheduler import LoadScheduling, LoadScopeScheduling
+
+    if selects(config, "gpu"):  # some take minutes, so each goes to the next idle process
+        config.option.maxschedchunk = 1
+        return LoadScheduling(config, log)
 
     class Scheduling(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             module = nodeid.split("::")[0]
             parts = Path(module).parts
-            if re.search(r"(?<!not )\bslow\b", config.option.markexpr):
+            if selects(config, "slow"):
                 return module  # slow tests take minutes each and share little
             found = [group[0] for group in SHARING if len(parts) > 1 and parts[1] in group]
             return found[0] if found else module
