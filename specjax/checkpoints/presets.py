@@ -8,7 +8,7 @@ from typing import Any
 
 from specjax.checkpoints.block import DFLASH_SPECULATORS, DSPARK_SPECULATORS
 from specjax.checkpoints.export import published_target, write_zeros
-from specjax.config import BlockConfig, DraftConfig, ModelConfig, RopeScaling
+from specjax.config import BlockConfig, DraftConfig, ModelConfig, Rope, RopeScaling
 from specjax.models.experts import MixtureConfig
 from specjax.models.gemma4 import Gemma4Config
 from specjax.models.gpt_oss import GptOssConfig
@@ -151,8 +151,15 @@ _GEMMA4_31B: dict[str, Any] = _LLAMA31_8B | {
     "rms_norm_eps": 1e-6,
     "max_position_embeddings": 262144,
 }
+_GEMMA4_ROPE = RopeScaling(rope_type="proportional", partial_rotary_factor=0.25)
 GEMMA4_31B = Gemma4Config(
     model_type="gemma4_text",
+    activation="gelu_pytorch_tanh",
+    attention_scale=1.0,
+    embedding_scale=5376**0.5,
+    rope_theta=1e6,
+    rope_scaling=_GEMMA4_ROPE,
+    layer_ropes=(*[Rope(256, 1e4)] * 5, Rope(512, 1e6, _GEMMA4_ROPE)) * 10,
     num_layers=60,
     windows=(1024, 1024, 1024, 1024, 1024, 0) * 10,
     full_layers=tuple(range(5, 60, 6)),
