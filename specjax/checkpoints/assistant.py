@@ -1,7 +1,7 @@
 """Open assistants of Gemma 4, which draft with the target's own keys and values."""
 
 import os
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 
 from specjax.checkpoints.checkpoint import Checkpoint
@@ -80,9 +80,8 @@ def open_assistant(draft: str | os.PathLike[str], target: TargetCheckpoint) -> A
 
 def _check_heads(config: AssistantConfig, target: Gemma4Config, path: object) -> None:
     """Raise ValueError if the target's layers have other keys than the assistant expects."""
-    stated = {field.name for field in fields(Gemma4Config)}
-    names = {"head_dim", "num_kv_heads", "global_head_dim", "num_global_key_value_heads"} & stated
-    pairs = {name: (getattr(config, name), getattr(target, name)) for name in sorted(names)}
+    names = "head_dim", "num_kv_heads", "global_head_dim", "num_global_key_value_heads"
+    pairs = {name: (getattr(config, name), getattr(target, name)) for name in names}
     window = target.windows[read_layers(target)[0]] if target.windows else 0
     pairs["sliding_window"] = max(config.windows, default=0), window
     for name, (ours, theirs) in pairs.items():

@@ -32,19 +32,17 @@ class Gemma4Config(ModelConfig):
         full_sizes(self)
 
 
+_OF_ALL = (
+    *("model_type", "num_layers", "num_heads", "hidden_size", "intermediate_size", "vocab_size"),
+    *("rms_norm_eps", "dtype", "kv_cache_dtype", "quantization"),
+)
+
+
 def full_sizes(config: Gemma4Config) -> ModelConfig:
     """The sizes of a layer that sees all tokens. Raises ValueError if they do not fit."""
-    values = {name: getattr(config, name) for name in ("num_heads", "hidden_size", "dtype")}
-    values |= {name: getattr(config, name) for name in ("vocab_size", "intermediate_size")}
-    values |= {"kv_cache_dtype": config.kv_cache_dtype, "quantization": config.quantization}
-    return ModelConfig(
-        model_type=config.model_type,
-        num_layers=config.num_layers,
-        head_dim=config.global_head_dim,
-        num_kv_heads=config.num_global_key_value_heads,
-        rms_norm_eps=config.rms_norm_eps,
-        **values,
-    )
+    values: dict[str, Any] = {name: getattr(config, name) for name in _OF_ALL}
+    values |= {"head_dim": config.global_head_dim}
+    return ModelConfig(num_kv_heads=config.num_global_key_value_heads, **values)
 
 
 class Gemma4Attention(Attention):
@@ -173,7 +171,4 @@ GEMMA4 = Family(
     config=Gemma4Config,
     defaults=_DEFAULTS,
 )
-GEMMA4_UNIFIED = replace(
-    GEMMA4,
-    architecture="Gemma4UnifiedForCausalLM",
-)
+GEMMA4_UNIFIED = replace(GEMMA4, architecture="Gemma4UnifiedForCausalLM")
